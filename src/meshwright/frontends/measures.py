@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..errors import LayoutError, ModelError
 from ..layouts.placement import Placement
 from ..planning.measurement import Measured
-from ..planning.measuring import kept, measure_step
+from ..planning.measuring import copier, measure_step
 from ..program import Batch, Program
 from ..run import Trainer
 from ..step.options import PLAIN
@@ -100,7 +100,7 @@ def _of_keras(model: keras.Model, batch: Batch, strategy: Sharded, steps: int) -
         )
     (batches,) = strategy.how.for_steps([strategy.put(batch, model)] * strategy.how.batches)
     state = take_state(variables)
-    again = kept(state)
+    again = copier(state)
     try:
         return measure_step(
             functions.train, state, batches, name=model.name, axes=strategy.mesh.axes, steps=steps

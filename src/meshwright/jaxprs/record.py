@@ -38,16 +38,16 @@ class Tensor(NamedTuple):
     twin: int | None = None
 
 
-class Moved(NamedTuple):
+class Move(NamedTuple):
     """An array, by place, of which a dim is treated as another one."""
 
     tensor: int
-    given: Dim
-    wanted: Dim
+    source: Dim
+    target: Dim
 
 
 @dataclass
-class Done:
+class Equation:
     """What one equation does, ``times`` times; ``between_groups`` as in ``flops.py``."""
 
     kind: str
@@ -57,7 +57,7 @@ class Done:
     flops: float = 0.0
     summed: Sequence[Dim] = ()
     whole: Sequence[Dim] = ()
-    moved: Sequence[Moved] = ()
+    moved: Sequence[Move] = ()
     times: int = 1
     between_groups: float = 0.0
 
@@ -68,7 +68,7 @@ class Record:
 
     factors: Factors = field(default_factory=Factors)
     tensors: list[Tensor] = field(default_factory=list)
-    done: list[Done] = field(default_factory=list)
+    equations: list[Equation] = field(default_factory=list)
     numbers: dict[Any, int] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)  # number -> the first array that has it
 
@@ -113,19 +113,19 @@ class Record:
             return
         if joins is not None:
             moved = [
-                Moved(tensor, dim, target)
+                Move(tensor, dim, target)
                 for operand, dim, target in joins.joints
                 if (tensor := operands[operand].tensor) is not None
             ]
             more |= {"summed": joins.summed, "whole": joins.whole, "moved": moved}
-        self.done.append(Done(kind, path, sources, targets, **more))
+        self.equations.append(Equation(kind, path, sources, targets, **more))
 
     def carry(self, kind: str, path: str, before: Value, new: Value, times: int = 1) -> Value:
         """The result replaces a value, as in a loop, so it has to be laid out as that value is."""
         if before.dims is None or new.dims is None or new.tensor is None:
             return before
         moved = [
-            Moved(new.tensor, dim, target)
+            Move(new.tensor, dim, target)
             for target, dim in zip(before.dims, new.dims, strict=True)
             if not self.factors.tie(target, dim)
         ]
@@ -135,7 +135,9 @@ class Record:
             self.tensors[new.tensor]._replace(path=path, dims=before.dims, twin=None)
         )
         result = len(self.tensors) - 1
-        self.done.append(Done(kind, path, [new.tensor], [result], moved=moved, times=times))
+        self.equations.append(
+            Equation(kind, path, [new.tensor], [result], moved=moved, times=times)
+        )
         return Value(before.dims, result)
 
 

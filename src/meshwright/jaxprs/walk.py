@@ -121,15 +121,15 @@ def _call(record: Record, eqn: Any, operands: list[Value], at: At) -> list[Value
 
 def _cond(record: Record, eqn: Any, operands: list[Value], at: At) -> list[Value]:
     """The branch of most FLOPs counts; dims are joined through all of them."""
-    before = len(record.done)
+    before = len(record.equations)
     results: list[list[Value]] = []
     heaviest: list[Any] = []
     for branch in eqn.params["branches"]:
         results.append(follow(record, opened(branch), operands[1:], at))
-        operations = record.done[before:]
-        del record.done[before:]
+        operations = record.equations[before:]
+        del record.equations[before:]
         heaviest = max(heaviest, operations, key=lambda some: sum(d.flops * d.times for d in some))
-    record.done += heaviest
+    record.equations += heaviest
     path = at.path
     outs = []
     for var, *ways in zip(eqn.outvars, *results, strict=True):

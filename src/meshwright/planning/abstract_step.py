@@ -88,10 +88,10 @@ def on_batch(steps: Assembly, batch: Batch, last: bool = False) -> AbstractStep:
         dtype = jax.dtypes.canonicalize_dtype(_dtype(value))
         return jax.ShapeDtypeStruct(value.shape, dtype, sharding=layout.sharding)
 
-    laid = jax.tree.map(array, batch, steps.batch_layouts(batch, last))
-    (taken,) = steps.how.for_steps([laid] * steps.how.batches)
+    placed_batch = jax.tree.map(array, batch, steps.batch_layouts(batch, last))
+    (step_batch,) = steps.how.for_steps([placed_batch] * steps.how.batches)
     return AbstractStep(
-        steps.program, steps.placement, steps.how, steps.losses, steps.staged, batch=taken
+        steps.program, steps.placement, steps.how, steps.losses, steps.staged, batch=step_batch
     )
 
 

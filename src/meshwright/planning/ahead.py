@@ -98,8 +98,8 @@ def compile_abstract(
     described: AbstractStep, target: Target | str, *, timeout_s: float = 3600.0
 ) -> Compiled:
     """The step of :func:`describe`, compiled; raises as :func:`compile_ahead`."""
-    taken = described.state, described.batch
-    return compile_ahead(described.jitted, taken, target, timeout_s=timeout_s)
+    arguments = described.state, described.batch
+    return compile_ahead(described.jitted, arguments, target, timeout_s=timeout_s)
 
 
 def compile_ahead(

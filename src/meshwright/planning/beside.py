@@ -95,7 +95,7 @@ def beside(run: DryRun, measured: Measured) -> Comparison:
     return Comparison(
         title=f"{run.name}: predicted for {run.target}, measured on {measured.device}",
         rows=(
-            *(Row(name, predicted, seen, "bytes", why) for name, predicted, seen, why in parts),
+            *(Row(name, predicted, actual, "bytes", why) for name, predicted, actual, why in parts),
             Row("step time", estimate_s, time_s, "seconds", spread),
             *([Row("model FLOPs", run.mfu, mfu, "share", "of the peak (MFU)")] if mfu else []),
         ),
@@ -112,7 +112,7 @@ def _collectives(run: DryRun, measured: Measured) -> list[CollectiveRow]:
     predicted: dict[_Kind, list[Transfer]] = defaultdict(list)
     for collective in run.collectives:
         predicted[collective.kind, collective.axes].append(collective)
-    seen = {(measure.kind, measure.axes): measure for measure in measured.collectives or ()}
+    by_kind = {(measure.kind, measure.axes): measure for measure in measured.collectives or ()}
     times = _times(run)
     rows = [
         CollectiveRow(
@@ -120,25 +120,25 @@ def _collectives(run: DryRun, measured: Measured) -> list[CollectiveRow]:
             axes,
             (
                 _sum([prediction.count for prediction in predicted[kind, axes]]),
-                _seen(measured, match, "count"),
+                _figure(measured, match, "count"),
             ),
             (
                 _sum([prediction.bytes_per_step for prediction in predicted[kind, axes]]),
-                _seen(measured, match, "bytes_per_step"),
+                _figure(measured, match, "bytes_per_step"),
             ),
-            (times.get((kind, axes)), _seen(measured, match, "time_s")),
+            (times.get((kind, axes)), _figure(measured, match, "time_s")),
         )
-        for kind, axes in dict.fromkeys([*predicted, *seen])
-        for match in [seen.get((kind, axes))]
+        for kind, axes in dict.fromkeys([*predicted, *by_kind])
+        for match in [by_kind.get((kind, axes))]
     ]
     return sorted(rows, key=lambda row: -(row.nbytes[0] or row.nbytes[1] or 0))
 
 
-def _seen(measured: Measured, seen: SeenCollective | None, figure: str) -> Any:
+def _figure(measured: Measured, collective: SeenCollective | None, figure: str) -> Any:
     """A figure of what ran; nothing is zero where the profiler would have recorded it."""
     if measured.collectives is None:
         return None
-    return 0 if seen is None else getattr(seen, figure)
+    return 0 if collective is None else getattr(collective, figure)
 
 
 def _times(run: DryRun) -> dict[_Kind, float | None]:
@@ -158,27 +158,27 @@ def _times(run: DryRun) -> dict[_Kind, float | None]:
 
 
 def _notes(run: DryRun, measured: Measured) -> list[str]:
-    said = []
+    notes = []
     platform = _PLATFORMS.get(run.target.platform, run.target.platform)
     if platform != measured.platform:
-        said.append(f"predicted for {run.target}, measured on {measured.device}: times differ")
+        notes.append(f"predicted for {run.target}, measured on {measured.device}: times differ")
     if run.axes != measured.axes:
         here = axes_text(measured.axes)
-        said.append(f"the step ran on a different mesh from the dry run: {here}")
+        notes.append(f"the step ran on a different mesh from the dry run: {here}")
     if run.step_time_s is None and run.target.platform == "cpu":
-        said.append(
+        notes.append(
             "no hardware table for this CPU, so no time was predicted: "
             f"dry_run(..., hardware=mw.calibrate({str(run.target)!r})) measures it"
         )
     if measured.collectives is None:
-        said.append("the profiler recorded no collectives, so none are compared")
+        notes.append("the profiler recorded no collectives, so none are compared")
     elif measured.collectives:
-        said.append("a collective's time includes waiting for other devices")
+        notes.append("a collective's time includes waiting for other devices")
     if run.blocks is not None:
-        said.append(str(run.blocks))
+        notes.append(str(run.blocks))
     if run.is_analytic:
-        said.append(f"predicted by the analytic model alone: {run.not_compiled}")
-    return said
+        notes.append(f"predicted by the analytic model alone: {run.not_compiled}")
+    return notes
 
 
 def _sum(numbers: Sequence[Any]) -> Any:

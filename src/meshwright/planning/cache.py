@@ -44,20 +44,20 @@ def folder() -> Path | None:
 
 def key_of(contents: Iterable[bytes | str]) -> str:
     """The name of an answer: a hash of what was asked, of versions, machine and compiler flags."""
-    asked = hashlib.sha256()
+    digest = hashlib.sha256()
     flags = (os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     around = (*map(_version, _PACKAGES), sys.version, platform.machine(), *flags)
     for part in (*contents, *around):
         part = part.encode() if isinstance(part, str) else part
-        asked.update(len(part).to_bytes(8, "little") + part)
-    return asked.hexdigest()
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
 
 
 def recall(key: str) -> dict[str, Any] | None:
     """The answer of that key, or ``None``."""
-    if (kept := folder()) is None:
+    if (root := folder()) is None:
         return None
-    path = kept / f"{key}.json.gz"
+    path = root / f"{key}.json.gz"
     try:
         answer = json.loads(gzip.decompress(path.read_bytes()))
         path.touch()  # it is in use
@@ -68,20 +68,20 @@ def recall(key: str) -> dict[str, Any] | None:
 
 def remember(key: str, answer: dict[str, Any]) -> None:
     """Keep an answer. What cannot be written is not kept, and nothing else comes of it."""
-    if (kept := folder()) is None:
+    if (root := folder()) is None:
         return
     with contextlib.suppress(OSError):
-        kept.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
         packed = gzip.compress(json.dumps(answer).encode(), compresslevel=3)
         # Written aside and renamed: a concurrent reader sees all of it, or nothing.
-        with tempfile.NamedTemporaryFile(dir=kept, suffix=".part", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=root, suffix=".part", delete=False) as file:
             file.write(packed)
-        Path(file.name).replace(kept / f"{key}.json.gz")
-        _make_room(kept)
+        Path(file.name).replace(root / f"{key}.json.gz")
+        _make_room(root)
 
 
-def _make_room(kept: Path) -> None:
-    entries = [(path.stat(), path) for path in kept.glob("*.json.gz")]
+def _make_room(root: Path) -> None:
+    entries = [(path.stat(), path) for path in root.glob("*.json.gz")]
     too_much = sum(stat.st_size for stat, _ in entries) - _MOST_BYTES
     for stat, path in sorted(entries, key=lambda entry: entry[0].st_mtime):
         if too_much <= 0:

@@ -90,7 +90,7 @@ def compare(before: Lock, now: Lock, tolerance: float | None = None) -> tuple[Fi
 def notes(before: Lock, now: Lock) -> tuple[str, ...]:
     """What makes a comparison less sure: other versions of what compiles, another model's name."""
     old, new = dict(before.versions), dict(now.versions)
-    said = [
+    result = [
         f"the file was written with {package} {old.get(package, 'absent')}, this is "
         f"{new.get(package, 'absent')}"
         for package in dict.fromkeys((*old, *new))
@@ -98,23 +98,23 @@ def notes(before: Lock, now: Lock) -> tuple[str, ...]:
     ]
     if before.analytic != now.analytic:
         was, is_now = (_source(value) for value in (before, now))
-        said.append(
+        result.append(
             f"the file was written {was}, this is {is_now}: whether it fits, its peak, its time "
             "and its collectives are not compared; write another file with --save"
         )
     elif before.blocks != now.blocks:
         was, is_now = (_compiled(run.blocks) for run in (before, now))
-        said.append(f"the file was written of a step with {was}, this is of one with {is_now}")
+        result.append(f"the file was written of a step with {was}, this is of one with {is_now}")
     if now.step and not before.step:
-        said.append("the file holds no step time, FLOPs and MFU: write it again with --save")
+        result.append("the file holds no step time, FLOPs and MFU: write it again with --save")
     elif before.hardware != now.hardware:
-        said.append(
+        result.append(
             f"the file's times are by the numbers of {before.hardware or 'no hardware'}, these by "
             f"those of {now.hardware or 'none'}: step time and MFU are not compared"
         )
     if before.name != now.name:
-        said.append(f"the file is about {before.name!r}, this is {now.name!r}")
-    return tuple(said)
+        result.append(f"the file is about {before.name!r}, this is {now.name!r}")
+    return tuple(result)
 
 
 def _source(lock: Lock) -> str:
@@ -188,15 +188,15 @@ def _layouts(before: Lock, now: Lock, share: float) -> Iterator[Finding]:
     for path in dict.fromkeys((*old, *new)):
         if path not in old or path not in new:
             one = (old.get(path) or new[path]).layout
-            said = f"new, {one}" if path in new else f"gone, was {one}"
-            yield Finding("changed", "layout", path, None, None, "none", said)
+            text = f"new, {one}" if path in new else f"gone, was {one}"
+            yield Finding("changed", "layout", path, None, None, "none", text)
             continue
         was, lies = old[path], new[path]
         verdict = _verdict(was.bytes_per_device, lies.bytes_per_device, share)
         if verdict or was.layout != lies.layout:
-            held = was.bytes_per_device, lies.bytes_per_device
+            sizes = was.bytes_per_device, lies.bytes_per_device
             moved = f"{was.layout} -> {lies.layout}"
-            yield Finding(verdict or "changed", "layout", path, *held, detail=moved)
+            yield Finding(verdict or "changed", "layout", path, *sizes, detail=moved)
 
 
 def _verdict(before: float | None, now: float | None, share: float) -> str:

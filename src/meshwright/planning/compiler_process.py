@@ -35,12 +35,12 @@ def ask(step: bytes, job: dict[str, Any], target: Target, timeout_s: float) -> d
 
     Raises :class:`~meshwright.CompileError` if it takes longer than ``timeout_s``.
     """
-    said = json.dumps(job, sort_keys=True)
+    text = json.dumps(job, sort_keys=True)
     asker = Path(__file__).with_name("child.py").read_bytes()
-    key = cache.key_of((step, said, str(target), asker))
+    key = cache.key_of((step, text, str(target), asker))
     answer = cache.recall(key)
     if answer is None:
-        answer = _ask(step, said, target, timeout_s)
+        answer = _ask(step, text, target, timeout_s)
         # Another failure may be one of this machine, such as too little memory on the host.
         if "memory" in answer or _compat.ran_out_of_memory(answer["error"]):
             cache.remember(key, answer)
@@ -67,8 +67,8 @@ def _run(folder: Path, target: Target, timeout_s: float, dump: bool) -> dict[str
         ended = _wait(child, target, timeout_s)
     written = folder / "answer.json"
     if not written.exists():
-        said = words.read_text(errors="replace")
-        return {"error": f"{_how_it_ended(ended)}\n{said}"}
+        text = words.read_text(errors="replace")
+        return {"error": f"{_how_it_ended(ended)}\n{text}"}
     return json.loads(written.read_text())
 
 

@@ -19,7 +19,7 @@ from .pipelined.fitting import what_does_not_fit
 from .reading import extended, read, refused
 from .report import DryRun as DryRun
 from .report import Memory as Memory
-from .throughput import fed
+from .throughput import step_input
 
 Blocks = Literal["auto", "whole", "few"]
 
@@ -48,7 +48,7 @@ def dry_run_of(
         report = _by_the_model(model, batch, strategy, step, target, hardware, why)
     else:
         report = _Compiler(step, target, hardware, timeout_s).report(blocks)
-    report = replace(report, fed=fed(batch, step.how.batches))
+    report = replace(report, fed=step_input(batch, step.how.batches))
     if (staged := step.staged) is None:
         return report
     report = replace(report, stages=staged.shares, ticks=staged.ticks)
@@ -78,8 +78,8 @@ def not_compiled(target: Target, is_asked: bool = True) -> str:
     """Why nothing is compiled, with what to do for it; empty where a compiler is asked."""
     if target.platform == "cuda" and gpu.compiler() is None:
         return gpu.NOT_INSTALLED.format(target)
-    said = "compile=False (--no-compile) was given; leave it out to have the step compiled for"
-    return "" if is_asked else f"{said} {target}"
+    reason = "compile=False (--no-compile) was given; leave it out to have the step compiled for"
+    return "" if is_asked else f"{reason} {target}"
 
 
 def _check_devices(strategy: HasSteps | Placement, target: Target) -> None:

@@ -122,20 +122,20 @@ class Estimate(Viewable):
     @property
     def uncertain(self) -> tuple[str, ...]:
         """What was counted once, or not at all, as the compiled text does not say more."""
-        said = []
+        result = []
         if self.unknown_loops:
             count = "counts" if len(self.unknown_loops) == 1 else "count"
-            said.append(
+            result.append(
                 f"{_count(self.unknown_loops, 'loop')} of unknown length {count} once "
                 f"({short_list(self.unknown_loops, _NAMED)}): FLOPs, bytes and times are at least "
                 "those shown"
             )
         if self.uncounted:
-            said.append(
+            result.append(
                 f"the work of {_count(self.uncounted, 'kernel')} is unknown and counts as nothing "
                 f"({short_list(self.uncounted, _NAMED)})"
             )
-        return tuple(said)
+        return tuple(result)
 
 
 class Turns(NamedTuple):
@@ -149,13 +149,13 @@ class Turns(NamedTuple):
 _OF_STAGES = re.compile(r"(^|/)shard_map/(.*/)?while$")  # stages are taken by hand, and each loops
 
 
-def _taken(costs: Costs, turns: Sequence[Turns]) -> Costs:
+def _with_shares(costs: Costs, turns: Sequence[Turns]) -> Costs:
     """Costs with the branches that are taken in the loops over ticks, which come in this order."""
-    left, program = list(turns), list[Operation | Loop]()
+    to_come, program = list(turns), list[Operation | Loop]()
     for item in costs.program:
         is_of_ticks = isinstance(item, Loop) and _OF_STAGES.search(item.path)
-        if isinstance(item, Loop) and is_of_ticks and left and item.trips == left[0].times:
-            program.append(item.taking(left.pop(0).share))
+        if isinstance(item, Loop) and is_of_ticks and to_come and item.trips == to_come[0].times:
+            program.append(item.taking(to_come.pop(0).share))
         else:
             program.append(item)
     return replace(costs, program=tuple(program))
@@ -191,7 +191,7 @@ def estimate(
     >>> found.flops, found.step_time_s, found.missing
     (32768.0, None, ('links.shared.bytes_per_s',))
     """
-    costs = _taken(read_costs(compiled.text, compiled.axes), turns)
+    costs = _with_shares(read_costs(compiled.text, compiled.axes), turns)
     links = links_of(compiled.target, hardware, compiled.axes)
     clock = Clock(hardware, compiled.target.platform, links)
     missing = _missing(costs, clock)
@@ -316,26 +316,30 @@ def _missing(costs: Costs, clock: Clock) -> tuple[str, ...]:
 
 
 def _assumptions(costs: Costs, clock: Clock, target: Target) -> tuple[str, ...]:
-    said = [f"{link}." for link in clock.links if link.size > 1]
+    result = [f"{link}." for link in clock.links if link.size > 1]
     used = [link.link for link in clock.links if link.size > 1]
     if any(link.pattern == "ring" for link in used):
-        said.append("Dims of the torus are closed to rings, and used in both directions.")
+        result.append("Dims of the torus are closed to rings, and used in both directions.")
     late = dict.fromkeys(link.kind for link in used if link.latency_s is None)
-    said += [f"The latency of {kind} is unknown and counts as zero." for kind in late]
+    result += [f"The latency of {kind} is unknown and counts as zero." for kind in late]
     if clock.hardware.elements_per_s is None:
-        said.append("Elementwise work counts by the bytes that it moves.")
+        result.append("Elementwise work counts by the bytes that it moves.")
     if target.platform == "tpu" and any(
         operation.dtype == "float32" for operation in costs.operations
     ):
-        said.append("float32 products run in bfloat16 passes: one, or 3 and 6 if asked for.")
+        result.append("float32 products run in bfloat16 passes: one, or 3 and 6 if asked for.")
     if target.platform == "cuda":
-        said.append("float32 products run as tensorfloat32 unless the highest precision is asked.")
-    said += [f"Loop {loop!r} ends by a condition, and counts once." for loop in costs.unknown_loops]
-    said += [
+        result.append(
+            "float32 products run as tensorfloat32 unless the highest precision is asked."
+        )
+    result += [
+        f"Loop {loop!r} ends by a condition, and counts once." for loop in costs.unknown_loops
+    ]
+    result += [
         f"Unknown kernel {kernel}: its time counts as zero."
         for kernel in _of_users(costs.uncounted)
     ]
-    return tuple(said)
+    return tuple(result)
 
 
 def _of_users(kernels: Iterable[str]) -> tuple[str, ...]:

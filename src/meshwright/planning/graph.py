@@ -52,13 +52,13 @@ class GraphTensor:
 class Joint:
     """Two dims that one operation takes for the same, and that are two because a tensor has both.
 
-    If they lie along different axes, ``tensor`` is moved there from the layout of ``given`` to that
-    of ``wanted``.
+    If they lie along different axes, ``tensor`` is moved there from the layout of ``source`` to that
+    of ``target``.
     """
 
     tensor: int
-    given: int
-    wanted: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class LockedCollective:
 
     def __str__(self) -> str:
         over = f" over {', '.join(self.axes)}" if self.axes else ""
-        asked = "unexpected " if self.unexpected else ""
-        return f"{asked}{self.kind}{over}" + (f" for {self.path}" if self.path else "")
+        prefix = "unexpected " if self.unexpected else ""
+        return f"{prefix}{self.kind}{over}" + (f" for {self.path}" if self.path else "")
 
 
 @dataclass(frozen=True, order=True)

@@ -20,7 +20,7 @@ _WARM = 2  # steps that are not counted: the first fills caches
 _PROFILED = 3  # steps under the profiler, which slows them down; their times do not count
 
 
-def kept(state: Any) -> Callable[[], Any]:
+def copier(state: Any) -> Callable[[], Any]:
     """A copy of a state on the host, each piece once; the result makes the state of it again."""
     import jax
 
@@ -70,7 +70,7 @@ def measure_step(
     for _ in range(_WARM + steps):
         state = take(state)
     counted = tuple(times[_WARM:])
-    state, seen = _profiled(take, state, compiled.as_text(), axes)
+    state, collectives = _profiled(take, state, compiled.as_text(), axes)
     peak, peak_is = _peak(state, compiled)
     first = _devices(state)[0]
     return Measured(
@@ -82,7 +82,7 @@ def measure_step(
         peak_bytes=peak,
         peak_is=peak_is,
         step_times_s=counted,
-        collectives=seen,
+        collectives=collectives,
     )
 
 
@@ -131,11 +131,11 @@ def _sizes(state: TrainState, batch: Any) -> dict[str, int]:
 def _most_bytes(tree: Any) -> int:
     import jax
 
-    held: dict[Any, int] = {}
+    bytes_of: dict[Any, int] = {}
     for array in jax.tree.leaves(tree):
         for shard in array.addressable_shards:
-            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
-    return max(held.values(), default=0)
+            bytes_of[shard.device] = bytes_of.get(shard.device, 0) + shard.data.nbytes
+    return max(bytes_of.values(), default=0)
 
 
 def _peak(state: TrainState, compiled: Any) -> tuple[int | None, str]:

@@ -63,18 +63,18 @@ def collectives_seen(
     SeenCollective(kind='all-reduce', axes=('batch',), count=1.0, bytes_per_step=16, time_s=1.0)
     """
     program = re.match(r"HloModule ([\w.\-]+)", text)
-    wanted = {
+    by_name = {
         operation.name: operation
         for operation in read_costs(text, axes).operations
         if operation.collectives
     }
-    if not wanted:
+    if not by_name:
         return ()
     counts: dict[str, int] = defaultdict(int)
     times: dict[tuple[str, tuple[str, ...]], dict[str, float]] = {}
     devices: set[str] = set()
     for event in events:
-        collective = wanted.get(event.instruction)
+        collective = by_name.get(event.instruction)
         if collective is None or program is None or event.program != program[1]:
             continue
         devices.add(event.device)
@@ -97,7 +97,7 @@ def collectives_seen(
             time_s=statistics.median(spent.values()) / num_steps,
         )
         for (kind, over), spent in sorted(times.items())
-        if (alike := [e for e in wanted.values() if _is(e.collectives[0], kind, over)])
+        if (alike := [e for e in by_name.values() if _is(e.collectives[0], kind, over)])
     )
 
 

@@ -45,8 +45,8 @@ def extended(
     one, two = (read(d, c, hardware, None) for d, c in zip(fewer, bare, strict=True))
     if not extending.is_understood(two):
         return None
-    held = [heights_of(program.text) for program in compiled]
-    memory, most, tensors = extending.memory((one, two), held, repeats)
+    heights = [heights_of(program.text) for program in compiled]
+    memory, most, tensors = extending.memory((one, two), heights, repeats)
     assert one.estimate is not None
     assert two.estimate is not None
     blocks = Blocks(repeats.count, repeats.names, (compiled[0].compile_s, compiled[1].compile_s))
@@ -222,8 +222,8 @@ def _peak(compiled: Compiled) -> tuple[int, str]:
 
 def _besides(compiled: Compiled) -> tuple[str, ...]:
     """What a TPU's compiler counts in its peak, and in none of the other figures."""
-    seen = compiled.argument_bytes + compiled.temporary_bytes
-    rest = compiled.peak_bytes - seen - (compiled.output_bytes - compiled.donated_bytes)
+    counted = compiled.argument_bytes + compiled.temporary_bytes
+    rest = compiled.peak_bytes - counted - (compiled.output_bytes - compiled.donated_bytes)
     if compiled.target.platform != "tpu" or rest < _BESIDES * compiled.peak_bytes:
         return ()
     return (

@@ -21,7 +21,7 @@ from .blocks import Blocks
 from .estimate import Estimate
 from .measurement import Measured
 from .prices import price_of
-from .throughput import Fed, Price, per_s, price
+from .throughput import Price, StepInput, per_s, price
 from .verdict import Verdict, verdict_of
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class DryRun(Viewable):
     hardware: Hardware | None = field(default=None, repr=False)
     blocks: Blocks | None = None
     not_compiled: str = ""
-    fed: Fed | None = None
+    fed: StepInput | None = None
     stages: tuple[StageShare, ...] = field(default=(), repr=False)
     ticks: TickTable | None = field(default=None, repr=False)
 
@@ -145,8 +145,8 @@ class DryRun(Viewable):
         """
         if self.refusal:
             return "does not fit"
-        held, available = self.memory.peak_bytes, self.memory.available_bytes
-        return verdict_of(held, available, self.target, self.is_analytic)
+        peak, available = self.memory.peak_bytes, self.memory.available_bytes
+        return verdict_of(peak, available, self.target, self.is_analytic)
 
     @property
     def fits(self) -> bool | None:
@@ -215,8 +215,8 @@ class DryRun(Viewable):
         :class:`~meshwright.DataError` for a price below zero, and where the time of a step is not
         known.
         """
-        each = price_of(self.target, per_device_hour)
-        return price(each, self.target.num_devices, self.step_time_s, self.fed)
+        unit_price = price_of(self.target, per_device_hour)
+        return price(unit_price, self.target.num_devices, self.step_time_s, self.fed)
 
     @property
     def bound_by(self) -> str | None:

@@ -113,8 +113,8 @@ class ServingReport:
     @property
     def fits(self) -> bool | None:
         """Whether every batch fits into a device; ``None`` where that is not known."""
-        each = [batch.report.fits for batch in self.batches]
-        return None if None in each else all(each)
+        answers = [batch.report.fits for batch in self.batches]
+        return None if None in answers else all(answers)
 
     def devices_for(self, rows_per_s: float, p99_s: float | None = None) -> Load:
         """The fewest devices for a rate of rows, none of which waits for long.
@@ -131,11 +131,11 @@ class ServingReport:
                 copies = max(math.ceil(rows_per_s / (_BUSY * batch.rows_per_s)), 1)
                 loads.append(Load(batch.rows, copies, copies * size, batch.latency_s))
         if not loads:
-            wanted = "" if p99_s is None else f" within {seconds_text(p99_s)}"
+            limit = "" if p99_s is None else f" within {seconds_text(p99_s)}"
             raise PlanError(
-                f"no batch of {self.name!r} is answered{wanted} on {self.target}: its times are "
-                f"{', '.join(_time(each.latency_s) for each in self.batches)}. Cut the model into "
-                "more pieces, or allow more time."
+                f"no batch of {self.name!r} is answered{limit} on {self.target}: its times are "
+                f"{', '.join(_time(b.latency_s) for b in self.batches)}. Cut the model into more "
+                "pieces, or allow more time."
             )
         return min(loads, key=lambda load: (load.devices, load.latency_s))
 
@@ -147,10 +147,10 @@ class ServingReport:
         known, or nothing fits.
         """
         size = math.prod(count for _, count in self.axes)
-        fitting = [each for each in self.batches if each.report.fits is not False]
-        rates = [_BUSY * each.rows_per_s for each in fitting if each.rows_per_s]
-        each_hour = price_of(self.target, per_device_hour)
-        return 1e6 * each_hour * size / (3600 * max(rates)) if rates else None
+        fitting = [batch for batch in self.batches if batch.report.fits is not False]
+        rates = [_BUSY * batch.rows_per_s for batch in fitting if batch.rows_per_s]
+        hour_price = price_of(self.target, per_device_hour)
+        return 1e6 * hour_price * size / (3600 * max(rates)) if rates else None
 
     def __str__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.axes)
@@ -158,12 +158,14 @@ class ServingReport:
             f"{self.name} served on {self.target} ({axes})",
             f"weights of a device: {bytes_text(self.weight_bytes)}",
         ]
-        for each in self.batches:
-            peak = each.report.peak_bytes
-            held = "" if peak is None else f", {bytes_text(peak)} at the peak"
-            rate = "" if each.rows_per_s is None else f", {each.rows_per_s:,.0f} rows/s"
-            verdict = f", {each.report.verdict}" if each.report.verdict else ""
-            lines.append(f"batch of {each.rows}: {_time(each.latency_s)}{rate}{held}{verdict}")
+        for batch in self.batches:
+            peak = batch.report.peak_bytes
+            peak_text = "" if peak is None else f", {bytes_text(peak)} at the peak"
+            rate = "" if batch.rows_per_s is None else f", {batch.rows_per_s:,.0f} rows/s"
+            verdict = f", {batch.report.verdict}" if batch.report.verdict else ""
+            lines.append(
+                f"batch of {batch.rows}: {_time(batch.latency_s)}{rate}{peak_text}{verdict}"
+            )
         return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ _MILLION = 1e6
 
 
 @dataclass(frozen=True)
-class Fed:
+class StepInput:
     """What one step of all devices is fed: rows of a batch, and tokens where rows are of such."""
 
     rows: int
@@ -30,7 +30,7 @@ class Price(Viewable):
     per_million_tokens: float | None
 
 
-def fed(batch: Any, micro_batches: int) -> Fed | None:
+def step_input(batch: Any, micro_batches: int) -> StepInput | None:
     """What a step is fed with ``micro_batches`` of such batches; ``None`` for one without rows.
 
     Tokens are the elements of the first array, where that holds integers in two dims.
@@ -48,7 +48,7 @@ def fed(batch: Any, micro_batches: int) -> Fed | None:
     dims = np.shape(arrays[0])
     rows = micro_batches * dims[0]
     is_text = len(dims) == 2 and np.issubdtype(np.dtype(arrays[0].dtype), np.integer)
-    return Fed(rows, rows * dims[1] if is_text else None)
+    return StepInput(rows, rows * dims[1] if is_text else None)
 
 
 def per_s(count: int | None, step_time_s: float | None) -> float | None:
@@ -57,7 +57,7 @@ def per_s(count: int | None, step_time_s: float | None) -> float | None:
 
 
 def price(
-    per_device_hour: float, devices: int, step_time_s: float | None, what: Fed | None
+    per_device_hour: float, devices: int, step_time_s: float | None, what: StepInput | None
 ) -> Price:
     """The price of a step that all devices take together.
 

@@ -10,7 +10,7 @@ from ..errors import MeshError, ModelError
 from ..jaxprs.factors import Dim, Dims, Factor, label
 from ..jaxprs.names import Argument, Created, Labels, families_of, names_of
 from ..jaxprs.primitives import TABLE, opened, shape_of
-from ..jaxprs.record import Done, Record, Tensor, Value
+from ..jaxprs.record import Equation, Record, Tensor, Value
 from ..jaxprs.walk import LOOPS, At, follow
 from ..layouts.dim_names import ANY
 from ..targets.target import Target
@@ -93,8 +93,8 @@ def graph_of(jaxpr: Any, arguments: Sequence[Argument], carried: int = 0) -> Gra
     record = Record()
     values = _begin(record, inner.invars, arguments)
     results = follow(record, inner, values, At())
-    for argument, kept, new in zip(arguments[:carried], values, results, strict=False):
-        record.carry("store", argument.path, kept, new)
+    for argument, old, new in zip(arguments[:carried], values, results, strict=False):
+        record.carry("store", argument.path, old, new)
     return _Assembled(record, arguments, values).graph()
 
 
@@ -147,7 +147,11 @@ class _Assembled:
         ]
         self._owners = {place: argument.owner or "" for argument, place in self._arguments}
         used = [place for _, place in self._arguments]
-        used += [place for done in record.done for place in (*done.operands, *done.results)]
+        used += [
+            place
+            for equation in record.equations
+            for place in (*equation.operands, *equation.results)
+        ]
         self._tensors = {place: number for number, place in enumerate(sorted(set(used)))}
         self._labels: dict[int, Labels] = {
             place: tuple(label(dim) for dim in record.tensors[place].dims)
@@ -156,9 +160,9 @@ class _Assembled:
 
     def graph(self) -> Graph:
         outputs = [
-            Created(done.path, done.kind, self._labels[place])
-            for done in self._record.done
-            for place in (*done.operands, *done.results)
+            Created(equation.path, equation.kind, self._labels[place])
+            for equation in self._record.equations
+            for place in (*equation.operands, *equation.results)
         ]
         names = names_of([(a, self._labels[place]) for a, place in self._arguments], outputs)
         self._dims = {factor: number for number, factor in enumerate(names)}
@@ -171,7 +175,7 @@ class _Assembled:
         return Graph(
             dims=tuple(GraphDim(name, sizes[name], families[name]) for name in names.values()),
             tensors=tuple(self._tensor(place) for place in self._tensors),
-            operations=tuple(map(self._operation, self._record.done)),
+            operations=tuple(map(self._operation, self._record.equations)),
         )
 
     def _tensor(self, place: int) -> GraphTensor:
@@ -183,25 +187,25 @@ class _Assembled:
             tensor.path, dims, tensor.shape, tensor.itemsize, tensor.role, twin, owner
         )
 
-    def _operation(self, done: Done) -> Operation:
+    def _operation(self, equation: Equation) -> Operation:
         joints = [
-            Joint(self._tensors[move.tensor], before, wanted)
-            for move in done.moved
-            if (before := self._dim(move.given)) != (wanted := self._dim(move.wanted))
+            Joint(self._tensors[move.tensor], before, after)
+            for move in equation.moved
+            if (before := self._dim(move.source)) != (after := self._dim(move.target))
             and before is not None
-            and wanted is not None
+            and after is not None
         ]
         return Operation(
-            kind=done.kind,
-            path=done.path,
-            operands=tuple(self._tensors[place] for place in done.operands),
-            results=tuple(self._tensors[place] for place in done.results),
-            flops=done.flops,
-            summed=self._several(done.summed),
-            whole=self._several(done.whole),
+            kind=equation.kind,
+            path=equation.path,
+            operands=tuple(self._tensors[place] for place in equation.operands),
+            results=tuple(self._tensors[place] for place in equation.results),
+            flops=equation.flops,
+            summed=self._several(equation.summed),
+            whole=self._several(equation.whole),
             joints=tuple(dict.fromkeys(joints)),
-            times=done.times,
-            between_groups=done.between_groups,
+            times=equation.times,
+            between_groups=equation.between_groups,
         )
 
     def _several(self, dims: Iterable[Dim]) -> tuple[int, ...]:

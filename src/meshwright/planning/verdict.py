@@ -45,5 +45,5 @@ def error_text(target: Target) -> str:
     """
     kind = {"cpu": "CPUs", "tpu": "TPUs", "cuda": "GPUs"}[target.platform]
     most, worst = AT_MOST[target.platform], WORST[target.platform]
-    said = f"compiled peaks of the benchmarks on {kind} are up to {most:g} times the estimates"
-    return said if worst == most else f"{said}, one in ten up to {worst:g}"
+    text = f"compiled peaks of the benchmarks on {kind} are up to {most:g} times the estimates"
+    return text if worst == most else f"{text}, one in ten up to {worst:g}"

@@ -35,7 +35,7 @@ Along = tuple[tuple[str, ...], ...]  # the axes of each dim of an array
 
 
 @dataclass(frozen=True)
-class Kept:
+class WeightGather:
     """A variable that lies whole, or in larger pieces, where its dims are split.
 
     Each device takes its part of it for nothing; what is new of it is gathered over ``axes``, along
@@ -60,7 +60,7 @@ class Assignment:
     setting: Setting
     choices: Choices
     masks: Mapping[int, int]
-    kept: tuple[Kept, ...]
+    gathers: tuple[WeightGather, ...]
     shared: frozenset[str] | None = None
 
     @functools.cached_property
@@ -173,9 +173,9 @@ def _assigned(
     if faults:
         raise LayoutError("\n".join(merged(faults)))
     placed = {entry.info.path: entry for entry in described.placed}
-    kept = tuple(_kept(graph, along, lies, placed))
+    gathers = tuple(_gathers(graph, along, lies, placed))
     setting = setting_of(axes, target, hardware)
-    return Assignment(problem, setting, choices, masks, kept, shared)
+    return Assignment(problem, setting, choices, masks, gathers, shared)
 
 
 def _names(axes: Axes, mask: int) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ def _lies(described: AbstractStep, axes: Axes) -> dict[str, Along]:
         result[input_path(path)] = tuple(map(_of_spec, array.sharding.spec))
     present = {name for name, _ in axes}
     return {
-        path: tuple(tuple(axis for axis in taken if axis in present) for taken in dims)
+        path: tuple(tuple(axis for axis in along if axis in present) for along in dims)
         for path, dims in result.items()
     }
 
@@ -269,26 +269,28 @@ def _in_families(graph: Graph, along: Mapping[int, tuple[str, ...]]) -> Graph:
 def _with_tables(problem: Compact) -> Compact:
     """The same, in which rows of tables may lie along the axes of the batch's rows."""
     tables = set(rows_of_tables(problem))
-    met = {pair for pair in problem.clashes if tables.isdisjoint(pair)}
-    return replace(problem, clashes=frozenset(met))
+    clashes = {pair for pair in problem.clashes if tables.isdisjoint(pair)}
+    return replace(problem, clashes=frozenset(clashes))
 
 
-def _kept(
+def _gathers(
     graph: Graph,
     along: Mapping[int, tuple[str, ...]],
     lies: Mapping[str, Along],
     placed: Mapping[str, Placed],
-) -> Iterator[Kept]:
+) -> Iterator[WeightGather]:
     """Parameters and slots that are not split along an axis, though their dims are."""
     for place, tensor in enumerate(graph.tensors):
         if tensor.role not in ("parameter", "slot"):
             continue
         own = {axis for axes in lies[tensor.path] for axis in axes}
-        lost = {
+        too_large = {
             axis: at
             for at, dim in enumerate(tensor.dims)
             for axis in (() if dim is None else along.get(dim, ()))
             if axis not in own
         }
-        if lost:
-            yield Kept(placed[tensor.path], place, tuple(lost), min(lost.values()))
+        if too_large:
+            yield WeightGather(
+                placed[tensor.path], place, tuple(too_large), min(too_large.values())
+            )

@@ -57,12 +57,12 @@ def estimate_of(
 
 
 def _sums(costs: Iterable[OperationCost], count: int, times: Times) -> Sums:
-    own = split = done = 0.0
+    own = split = total = 0.0
     for cost in costs:
         own += 0.0 if cost.phase == "recompute" else cost.whole_flops
         split += (2 if cost.again else 1) * cost.whole_flops
-        done += cost.work.flops
-    return Sums(own / count, split / count, done, times)
+        total += cost.work.flops
+    return Sums(own / count, split / count, total, times)
 
 
 def _times(costs: Iterable[OperationCost]) -> Times:

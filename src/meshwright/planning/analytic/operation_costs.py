@@ -17,7 +17,7 @@ from ...layouts.placement import Placement
 from ..graph import Graph, Operation
 from ..search.facts import facts_of
 from ..search.terms import Lay, Talk, parameter_talks, runs_of, shards, talks_of, work_done
-from .assignment import Assignment, Kept
+from .assignment import Assignment, WeightGather
 
 _OF_UPDATE = ("update", "parameter", "slot")
 
@@ -67,11 +67,11 @@ class OperationCost:
 
 def operation_costs(assignment: Assignment, placement: Placement) -> tuple[OperationCost, ...]:
     """The operations of a step in the order of its trace, and what ZeRO and the layout gather."""
-    gathers = tuple(_shared(assignment))
+    of_zero = tuple(_shared(assignment))
     first = assignment.choices.zero == 3
-    begin, end = (gathers, ()) if first else ((), gathers)
-    kept = [_gathered(assignment, tensor, placement) for tensor in assignment.kept]
-    return (*begin, *_operations(assignment), *end, *kept)
+    begin, end = (of_zero, ()) if first else ((), of_zero)
+    gathers = [_gathered(assignment, tensor, placement) for tensor in assignment.gathers]
+    return (*begin, *_operations(assignment), *end, *gathers)
 
 
 def _operations(assignment: Assignment) -> Iterator[OperationCost]:
@@ -146,21 +146,21 @@ def _shared(assignment: Assignment) -> Iterator[OperationCost]:
                 yield _of_variable(tensor.path, phase, collectives, tensor.itemsize)
 
 
-def _gathered(assignment: Assignment, kept: Kept, placement: Placement) -> OperationCost:
+def _gathered(assignment: Assignment, gather: WeightGather, placement: Placement) -> OperationCost:
     """What is new of a variable that lies in larger pieces than its dims."""
-    info = kept.placed.info
+    info = gather.placed.info
     names = [name for name, _ in assignment.setting.axes]
-    mask = sum(1 << names.index(axis) for axis in kept.axes)
-    piece = assignment.problem.pieces[assignment.problem.piece_of[kept.tensor]]
-    held = piece.nbytes / shards(assignment.lay, piece) * assignment.setting.size_of[mask]
+    mask = sum(1 << names.index(axis) for axis in gather.axes)
+    piece = assignment.problem.pieces[assignment.problem.piece_of[gather.tensor]]
+    nbytes = piece.nbytes / shards(assignment.lay, piece) * assignment.setting.size_of[mask]
     collectives = tuple(
         _collectives(
-            assignment, assignment.lay, [Talk("all-gather", np.array([mask]), held, 1, piece)]
+            assignment, assignment.lay, [Talk("all-gather", np.array([mask]), nbytes, 1, piece)]
         )
     )
-    array = Array(info.dtype, kept.placed.layout.local_dims(info.dims), 8 * info.itemsize)
-    like = Collective("all-gather", (array,), (), kept.axes, 1, "", 0, 0, gathered_dim=kept.dim)
-    words = remedy(like, Origin("", "other"), None, kept.placed, (), placement)
+    array = Array(info.dtype, gather.placed.layout.local_dims(info.dims), 8 * info.itemsize)
+    like = Collective("all-gather", (array,), (), gather.axes, 1, "", 0, 0, gathered_dim=gather.dim)
+    words = remedy(like, Origin("", "other"), None, gather.placed, (), placement)
     return _of_variable(info.path, "other", collectives, info.itemsize, words)
 
 

@@ -81,7 +81,7 @@ def report_of_graph(
 
 def _notes(assignment: Assignment, described: AbstractStep) -> tuple[str, ...]:
     notes = []
-    if assignment.kept:
+    if assignment.gathers:
         notes.append(
             "where a variable lies whole and its dims do not, it is taken to be cut for nothing; a "
             "compiler may gather what it meets instead"
@@ -111,10 +111,10 @@ def _peak(assignment: Assignment, nbytes: dict[str, int]) -> int:
 
 def _at_end(assignment: Assignment) -> int:
     """Gradients, and new values that cannot be written over the old ones, as those are larger."""
-    if not assignment.kept:
+    if not assignment.gathers:
         return 0
     problem = assignment.problem
-    new = [problem.pieces[problem.piece_of[kept.tensor]] for kept in assignment.kept]
+    new = [problem.pieces[problem.piece_of[gather.tensor]] for gather in assignment.gathers]
     gradients = [
         problem.pieces[problem.piece_of[place]]
         for place, tensor in enumerate(problem.graph.tensors)

@@ -81,20 +81,20 @@ def figure(one: float, two: float, count: int) -> int:
 
 
 def memory(
-    runs: tuple[DryRun, DryRun], held: Sequence[Heights | None], repeats: Reduced
+    runs: tuple[DryRun, DryRun], heights: Sequence[Heights | None], repeats: Reduced
 ) -> tuple[Memory, int, tuple[LiveTensor, ...]]:
     """The memory of a device with all blocks, how much of it is temporary at the peak, and what."""
     count = repeats.count
     rest = [_always_there(run) for run in runs]
     temporary = [(report.peak_bytes or 0) - some for report, some in zip(runs, rest, strict=True)]
     alive = [run.alive_bytes for run in runs]
-    seen, arrays = figure(alive[0], alive[1], count), runs[1].tensors
-    if held[0] is not None and held[1] is not None:
-        peak = peak_with(held[0], held[1], count)
-        seen, arrays = peak.nbytes, _tensors(peak, repeats)
+    most_alive, arrays = figure(alive[0], alive[1], count), runs[1].tensors
+    if heights[0] is not None and heights[1] is not None:
+        peak = peak_with(heights[0], heights[1], count)
+        most_alive, arrays = peak.nbytes, _tensors(peak, repeats)
     shared = [a - b for a, b in zip(temporary, alive, strict=True)]  # below zero, for the most part
     each_alike = runs[1].target.platform == "cpu"
-    most = seen + (round(Line(shared[0], shared[1], count).of) if each_alike else shared[1])
+    most = most_alive + (round(Line(shared[0], shared[1], count).of) if each_alike else shared[1])
     padding = [run.memory.padding_bytes or 0 for run in runs]
     whole = replace(
         runs[1].memory,
@@ -103,7 +103,7 @@ def memory(
         peak_bytes=most + figure(rest[0], rest[1], count),
         peak_is=f"{runs[1].memory.peak_is}, extended from one and two blocks",
     )
-    return whole, seen, arrays
+    return whole, most_alive, arrays
 
 
 def is_understood(two: DryRun) -> bool:
@@ -128,7 +128,7 @@ def _always_there(run: DryRun) -> int:
 def _tensors(peak: Peak, repeats: Reduced) -> tuple[LiveTensor, ...]:
     """The arrays at the peak, each under the name of its block; the last one is the second here."""
     arrays: list[LiveTensor] = []
-    for tensor, block in peak.held:
+    for tensor, block in peak.tensors:
         blocks = [block]
         if block == peak.many:
             blocks = [*range(repeats.count - 1)] if block == 0 else [*range(1, repeats.count)]
@@ -151,17 +151,17 @@ def transfers(
     """Those of two blocks, and for each more what the second one added, under its own names."""
     before, added = Counter(one) - Counter(two), Counter(two) - Counter(one)
     was = _pairs(before.elements(), added)
-    kept: list[Transfer] = []
+    result: list[Transfer] = []
     second: list[Transfer] = []
     for transfer in two:
         if was.get(transfer):
-            kept.append(_merged(was[transfer].pop(), transfer, repeats))
+            result.append(_merged(was[transfer].pop(), transfer, repeats))
             continue
-        kept.append(transfer)
+        result.append(transfer)
         if added[transfer]:
             added[transfer] -= 1
             second.append(transfer)
-    return (*kept, *_repeated(second, repeats, _named_transfer))
+    return (*result, *_repeated(second, repeats, _named_transfer))
 
 
 def _pairs(before: Iterable[Transfer], added: Counter[Transfer]) -> dict[Transfer, list[Transfer]]:

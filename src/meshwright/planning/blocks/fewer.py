@@ -126,11 +126,11 @@ class _Twins:
         """Whether the variables at one place in each block are laid out alike."""
         by_path = {entry.info.path: entry for entry in placed}
 
-        def seen(path: str) -> Any:
+        def model_path(path: str) -> Any:
             entry = by_path[path]
             return entry.layout.unbound(), entry.info.dims, entry.info.dtype
 
-        return all(len({seen(path) for path in row}) == 1 for row in self.rows)
+        return all(len({model_path(path) for path in row}) == 1 for row in self.rows)
 
     def left_out(self, count: int) -> dict[str, str]:
         """The variables of all blocks but the first ``count``, and those that stand for them."""
@@ -163,9 +163,9 @@ def _shorter(program: Program, twins: _Twins, run: Run, count: int) -> Program:
         closed, tree = traced(training_loss(program, training), *args)
         closed = shortened(closed, run, count)
         value, aux = jax.tree.unflatten(tree, closed.jaxpr.outvars)
-        wanted = value, aux._replace(state=fewer(aux.state))
-        results = evaluated(closed, jax.tree.leaves(wanted), args, run)
-        return jax.tree.unflatten(jax.tree.structure(wanted), results)
+        shorter = value, aux._replace(state=fewer(aux.state))
+        results = evaluated(closed, jax.tree.leaves(shorter), args, run)
+        return jax.tree.unflatten(jax.tree.structure(shorter), results)
 
     def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
         import jax
@@ -174,9 +174,9 @@ def _shorter(program: Program, twins: _Twins, run: Run, count: int) -> Program:
         args = *args, all_of(program.slots, slots)
         closed, tree = traced(program.update, *args)
         new_params, new_slots = jax.tree.unflatten(tree, closed.jaxpr.outvars)
-        wanted = fewer(new_params), fewer(new_slots)
-        results = evaluated(closed, jax.tree.leaves(wanted), args, NO_RUN)
-        return jax.tree.unflatten(jax.tree.structure(wanted), results)
+        shorter = fewer(new_params), fewer(new_slots)
+        results = evaluated(closed, jax.tree.leaves(shorter), args, NO_RUN)
+        return jax.tree.unflatten(jax.tree.structure(shorter), results)
 
     def those(infos: tuple[ParamInfo, ...]) -> tuple[ParamInfo, ...]:
         return tuple(info for info in infos if info.path not in left_out)

@@ -23,7 +23,7 @@ from ...hlo.text import Computation, Instruction, Module, parse
 from ...jaxprs.scopes import phase_of
 from .marks import marked, without
 
-Held = tuple[tuple[LiveTensor, int | None], ...]  # arrays, and the block of each
+BlockTensors = tuple[tuple[LiveTensor, int | None], ...]  # arrays, and the block of each
 _Place = tuple[tuple[Computation, int], ...]  # an instruction, after the loops around it
 _Product = tuple[int, int | None, str]  # which moment it is, its block, its pass
 
@@ -33,7 +33,7 @@ class Height:
     """The most bytes of temporary arrays that a stretch of a step holds, and what they are."""
 
     nbytes: int
-    held: Held = field(default=(), repr=False)
+    tensors: BlockTensors = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class Heights:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that is held with all blocks: ``held`` with two of them, of which the block
+    """The most that is held with all blocks: ``tensors`` with two of them, of which the block
     ``many`` stands for all others but one."""
 
     nbytes: int
-    held: Held = field(repr=False)
+    tensors: BlockTensors = field(repr=False)
     many: int
 
 
@@ -82,18 +82,18 @@ def peak_with(one: Heights, two: Heights, count: int) -> Peak:
     >>> peak_with(one, two, 4).nbytes, peak_with(one, two, 9).nbytes
     (180, 380)
     """
-    kept = _kept(one, two) * (count - 2)
-    left = _left(one, two) * (count - 2)
+    below = _bytes_below(one, two) * (count - 2)
+    after = _bytes_after(one, two) * (count - 2)
     turning = two.turning or two.before
     most = (
-        Peak(two.before.nbytes + kept, two.before.held, 0),
-        Peak(turning.nbytes + kept, turning.held, 0),
-        Peak(two.after.nbytes + left, two.after.held, 1),
+        Peak(two.before.nbytes + below, two.before.tensors, 0),
+        Peak(turning.nbytes + below, turning.tensors, 0),
+        Peak(two.after.nbytes + after, two.after.tensors, 1),
     )
     return max(most, key=lambda height: height.nbytes)
 
 
-def _kept(one: Heights, two: Heights) -> int:
+def _bytes_below(one: Heights, two: Heights) -> int:
     """What a block keeps for its backward pass. A lone block is the first and the last at once, and
     the compiler orders either a little otherwise than one between: of three views the middle one.
     """
@@ -104,7 +104,7 @@ def _kept(one: Heights, two: Heights) -> int:
     return max(0, sorted(views)[1])
 
 
-def _left(one: Heights, two: Heights) -> int:
+def _bytes_after(one: Heights, two: Heights) -> int:
     """What a block's backward pass leaves. Of two views the smaller one: the other has something
     in it that is held for a moment only."""
     views = (two.left_bytes - one.left_bytes, two.after.nbytes - one.after.nbytes)
@@ -122,7 +122,7 @@ class _Walk:
     def heights(self) -> Heights | None:
         entry = self.module.computations[self.module.entry]
         moments = list(self._moments(entry, (), 0))
-        held = [nbytes for _, nbytes in moments]
+        sizes = [nbytes for _, nbytes in moments]
         products = self._products(moments)
         # What is computed again may stand anywhere: compilers make one of it and the first time.
         turns = [(at, block) for at, block, phase in products if phase == "backward"]
@@ -135,7 +135,7 @@ class _Walk:
 
         def behind(*passes: str) -> tuple[int, int]:
             own = ([p for p in products if p[1] == some and p[2] in passes] for some in (0, latest))
-            first, later = (min(held[_behind(moment, products, last)]) for moment in own)
+            first, later = (min(sizes[_behind(moment, products, last)]) for moment in own)
             return first, later
 
         return Heights(
@@ -143,7 +143,7 @@ class _Walk:
             turning=self._most(moments[last:first]) if last < first else None,
             after=self._most(moments[first:]),
             kept_bytes=behind("forward"),
-            left_bytes=held[max(at for at, block in turns if block == 0)],
+            left_bytes=sizes[max(at for at, block in turns if block == 0)],
             again_bytes=behind("forward", "recompute"),
             soon=soon,
         )
@@ -156,22 +156,22 @@ class _Walk:
         if not moments:
             return Height(0)
         place, nbytes = max(moments, key=lambda moment: moment[1])
-        held = [self.alive.at(*point, within=point is place[-1]) for point in place]
-        tensors = in_words([one for some in held for one in some], self.sources)
+        alive = [self.alive.at(*point, within=point is place[-1]) for point in place]
+        tensors = in_words([one for some in alive for one in some], self.sources)
         return Height(
             nbytes, tuple((_unmarked(tensor), marked(tensor.origin.path)) for tensor in tensors)
         )
 
     def _moments(
-        self, inside: Computation, around: _Place, held: int
+        self, inside: Computation, around: _Place, below: int
     ) -> Iterator[tuple[_Place, int]]:
         for at, (instruction, nbytes, within) in enumerate(self.alive.at_each(inside)):
             body = self._body_with_blocks(instruction)
             place = (*around, (inside, at))
             if body is None:
-                yield place, held + nbytes + within
+                yield place, below + nbytes + within
             else:
-                yield from self._moments(body, place, held + nbytes)
+                yield from self._moments(body, place, below + nbytes)
 
     def _body_with_blocks(self, instruction: Instruction) -> Computation | None:
         if instruction.opcode not in ("while", "call", "conditional"):

@@ -30,16 +30,16 @@ def evaluated(closed: Any, results: Sequence[Var], args: Any, run: Run) -> list[
     import jax
 
     needed = {_key(result) for result in results}
-    kept: list[tuple[int, Any]] = []
+    numbered: list[tuple[int, Any]] = []
     for number, eqn in reversed(list(enumerate(closed.jaxpr.eqns))):
         if eqn.effects or any(var in needed for var in eqn.outvars):
             needed.update(invar for invar in eqn.invars if not hasattr(invar, "val"))
-            kept.append((number, eqn))
+            numbered.append((number, eqn))
     values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
-    later = Counter(var for _, eqn in kept for var in _variables(eqn.invars))
+    later = Counter(var for _, eqn in numbered for var in _variables(eqn.invars))
     later.update(_variables(results))
-    for copy, part in itertools.groupby(kept[::-1], lambda pair: run.copy_of(pair[0])):
+    for copy, part in itertools.groupby(numbered[::-1], lambda pair: run.copy_of(pair[0])):
         eqns = [eqn for _, eqn in part]
         later.subtract(var for eqn in eqns for var in _variables(eqn.invars))
         with contextlib.nullcontext() if copy is None else jax.named_scope(mark_of(copy)):
@@ -54,10 +54,10 @@ def _run(closed: Any, eqns: list[Any], values: dict[Var, Any], later: Counter[Va
     outputs = [var for eqn in eqns for var in eqn.outvars]
     inputs = dict.fromkeys(var for eqn in eqns for var in _variables(eqn.invars))
     inputs = [var for var in inputs if var not in set(outputs)]
-    kept = [var for var in outputs if later[var] > 0]
-    part = closed.jaxpr.replace(constvars=[], invars=inputs, outvars=kept, eqns=eqns)
+    later_outputs = [var for var in outputs if later[var] > 0]
+    part = closed.jaxpr.replace(constvars=[], invars=inputs, outvars=later_outputs, eqns=eqns)
     results = jaxpr_as_fun(closed.replace(jaxpr=part, consts=[]))(*(values[v] for v in inputs))
-    values.update(zip(kept, results, strict=True))
+    values.update(zip(later_outputs, results, strict=True))
 
 
 def _variables(atoms: Iterable[Any]) -> list[Var]:
@@ -75,11 +75,11 @@ def shortened(closed: Any, run: Run, count: int) -> Any:
     """
     eqns = closed.jaxpr.eqns
     last = run.start + (run.count - 1) * run.period
-    kept = run.start + (count - 1) * run.period
+    last_period = run.start + (count - 1) * run.period
     instead = {
         old: new
         for i in range(run.period)
-        for old, new in zip(eqns[last + i].outvars, eqns[kept + i].outvars, strict=True)
+        for old, new in zip(eqns[last + i].outvars, eqns[last_period + i].outvars, strict=True)
     }
 
     def swapped(atoms: Sequence[Any]) -> list[Any]:

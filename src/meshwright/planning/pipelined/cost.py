@@ -108,7 +108,7 @@ class StageWork:
     ) -> StageWork:
         """That of a layout of the graph of one stage, whose ``sections`` may be known already."""
         own = sum(
-            _held(assignment, place)
+            _bytes_on_device(assignment, place)
             for place, tensor in enumerate(assignment.problem.graph.tensors)
             if tensor.role == "parameter" and tensor.path in staging.block_paths
         )
@@ -291,7 +291,7 @@ def _bit_of(assignment: Assignment, axis: str) -> int:
 def _others(assignment: Assignment, staging: Staging) -> list[int]:
     """Bytes in one device of each parameter that is not of a block, whole over the stages."""
     return [
-        _held(assignment, place)
+        _bytes_on_device(assignment, place)
         for place, tensor in enumerate(assignment.problem.graph.tensors)
         if tensor.role == "parameter" and tensor.path not in staging.block_paths
     ]
@@ -305,21 +305,21 @@ def _resting(assignment: Assignment, staging: Staging) -> int:
     whole = 0
     for place, tensor in enumerate(assignment.problem.graph.tensors):
         if tensor.role in _RESTING:
-            held = _held(assignment, place)
-            whole += held // staging.stages if _is_cut(tensor, held, staging) else held
+            nbytes = _bytes_on_device(assignment, place)
+            whole += nbytes // staging.stages if _is_cut(tensor, nbytes, staging) else nbytes
     return whole
 
 
-def _is_cut(tensor: GraphTensor, held: int, staging: Staging) -> bool:
-    """Whether an array, of which a device has ``held`` bytes, lies in pieces over the stages."""
+def _is_cut(tensor: GraphTensor, nbytes: int, staging: Staging) -> bool:
+    """Whether an array, of which a device has ``nbytes``, lies in pieces over the stages."""
     of = {"parameter": tensor.path, "slot": tensor.owner}.get(tensor.role)
     if of is None or of in staging.block_paths:
         return False
     divides = any(size % staging.stages == 0 for size in tensor.shape)
-    return divides and held > SMALL_ELEMENTS * tensor.itemsize
+    return divides and nbytes > SMALL_ELEMENTS * tensor.itemsize
 
 
-def _held(assignment: Assignment, place: int) -> int:
+def _bytes_on_device(assignment: Assignment, place: int) -> int:
     """Bytes of an array of the graph in one device; of a micro-batch, if it has rows."""
     piece = assignment.problem.piece_of[place]
     memo = assignment.lay.memo  # thousands of arrays are of some hundred pieces
@@ -337,12 +337,12 @@ def _temporary(work: StageWork, staging: Staging, by_block: bool) -> int:
     """
     runs, blocks = staging.pipeline.repeats, staging.blocks
     own, needed = work.own_bytes, work.needed
-    made = blocks * sum(staging.sent_bytes) + (0 if by_block else needed)
-    kept = _kept(staging, made, work.products)
+    result_bytes = blocks * sum(staging.sent_bytes) + (0 if by_block else needed)
+    in_flight = _bytes_in_flight(staging, result_bytes, work.products)
     if staging.pipeline.does_remat:
-        kept += made // runs + (needed // blocks if by_block else 0)
-    held = own + 2 * work.other_bytes + _buffers(staging) + kept
-    return held + max(own // blocks, work.at_loss)
+        in_flight += result_bytes // runs + (needed // blocks if by_block else 0)
+    at_peak = own + 2 * work.other_bytes + _buffers(staging) + in_flight
+    return at_peak + max(own // blocks, work.at_loss)
 
 
 def _buffers(staging: Staging) -> int:
@@ -353,15 +353,15 @@ def _buffers(staging: Staging) -> int:
     return count * sum(staging.sent_bytes)
 
 
-def _kept(staging: Staging, made: int, products: int) -> int:
+def _bytes_in_flight(staging: Staging, result_bytes: int, products: int) -> int:
     """What stages keep of passes in flight that they do not compute again: what is ``made`` of each
     block, and gradients of the results of its products where those of weights wait."""
     if staging.pipeline.does_remat:
         return 0
     plan = staging.plan
     cuts = products if staging.table.splits_backward else 0
-    each = (plan.slots + (not staging.skips)) * made + plan.cut_slots * cuts
-    return each // staging.pipeline.repeats
+    total = (plan.slots + (not staging.skips)) * result_bytes + plan.cut_slots * cuts
+    return total // staging.pipeline.repeats
 
 
 def _activations(assignment: Assignment, sections: Sequence[Section]) -> tuple[int, int, int]:
@@ -371,16 +371,16 @@ def _activations(assignment: Assignment, sections: Sequence[Section]) -> tuple[i
     products = needed = widest = 0
     readers = _readers(graph)
     for section, operation in zip(sections, graph.operations, strict=True):
-        made = sum(_held(assignment, place) for place in operation.results)
+        result_bytes = sum(_bytes_on_device(assignment, place) for place in operation.results)
         if section == ("blocks", "forward"):
-            products += made if operation.flops else 0
+            products += result_bytes if operation.flops else 0
             is_needed = operation.flops and any(
                 _is_bent(graph, readers, r) for r in operation.results
             )
-            needed += made if is_needed else 0
+            needed += result_bytes if is_needed else 0
         elif section.name == "after" and section.phase != "update":
-            widest = max(widest, made + sum(
-                _held(assignment, place)
+            widest = max(widest, result_bytes + sum(
+                _bytes_on_device(assignment, place)
                 for place in operation.operands
                 if graph.tensors[place].role == "activation"
             ))  # fmt: skip

@@ -37,16 +37,16 @@ def pipelines_of(described: AbstractStep, batch: Batch) -> tuple[PipelinesOf | N
     if not isinstance(staged.dealt, Deal):
         return None, "its equal blocks cannot be stages of one kind"
     rows = _rows(batch)
-    each = tuple(math.prod(one.shape) * one.dtype.itemsize / rows for one in staged.sent)
-    known: dict[int, Short] = {}
+    row_bytes = tuple(math.prod(one.shape) * one.dtype.itemsize / rows for one in staged.sent)
+    shorts: dict[int, Short] = {}
 
     def with_blocks(count: int) -> Short:
-        if count not in known:
+        if count not in shorts:
             paths = frozenset(path for paths in repeats.blocks[:count] for path in paths)
-            known[count] = Short(graph_of_step(repeats.with_blocks(count)), paths)
-        return known[count]
+            shorts[count] = Short(graph_of_step(repeats.with_blocks(count)), paths)
+        return shorts[count]
 
-    cut = Cut(repeats.count, with_blocks, each, staged.flops)
+    cut = Cut(repeats.count, with_blocks, row_bytes, staged.flops)
     return functools.partial(pipelines, cut), ""
 
 

@@ -166,21 +166,21 @@ def _estimate(
 ) -> Estimate:
     """That of a stage that has what comes before the blocks and after them, with the time of all
     ticks."""
-    found = estimate_of(assignment, costs, target, hardware)
-    assert found.sums is not None
-    times = found.sums.times
-    talk = dict(found.communication_s)
+    estimate = estimate_of(assignment, costs, target, hardware)
+    assert estimate.sums is not None
+    times = estimate.sums.times
+    talk = dict(estimate.communication_s)
     sent_s = staging.permutes * len(staging.sent_bytes) * cost.permute_s
-    talk[(staging.pipeline.axis,)] = None if found.missing else sent_s
+    talk[(staging.pipeline.axis,)] = None if estimate.missing else sent_s
     sums = replace(
-        found.sums,
+        estimate.sums,
         own_flops=_own_flops(assignment, staging) / target.num_devices,
         split_flops=None,
         times=Times(cost.step_time_s or 0.0, times.compute, times.memory, times.waiting),
     )
     return with_shares(
         replace(
-            found,
+            estimate,
             communication_s=tuple(sorted(talk.items(), key=lambda pair: -(pair[1] or 0.0))),
             step_time_s=cost.step_time_s,
             sums=sums,

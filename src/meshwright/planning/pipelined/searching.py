@@ -77,13 +77,13 @@ def pipelines(cut: Cut, request: Request, limit_s: float) -> list[Found]:
     best = []
     for place, size in enumerate(sizes):
         seconds = (deadline_s - time.monotonic()) / (len(sizes) - place)
-        found = list(_of_size(request, cut, size, max(0.5, seconds)))
-        best += sorted(found, key=_time_s)[:1]
+        options = list(_of_size(request, cut, size, max(0.5, seconds)))
+        best += sorted(options, key=_time_s)[:1]
     return sorted(best, key=_time_s)
 
 
-def _time_s(found: Found) -> float:
-    return found.cost.step_time_s or 0.0
+def _time_s(option: Found) -> float:
+    return option.cost.step_time_s or 0.0
 
 
 def _sizes(request: Request, cut: Cut) -> Iterator[int]:
@@ -112,13 +112,13 @@ def _of_size(request: Request, cut: Cut, size: int, limit_s: float) -> Iterator[
     stage = replace(stage, space=replace(space, accumulate=counts))
     result = search_for(stage, _KEEP, limit_s, classics(stage).values())
     deadline_s = time.monotonic() + limit_s
-    known = {blocks: _Stage(stage, paths, sections_of(graph, paths))}
+    stages = {blocks: _Stage(stage, paths, sections_of(graph, paths))}
 
     def with_places(places: int) -> _Stage:
-        if places not in known:
+        if places not in stages:
             graph, paths = cut.with_blocks(places)
-            known[places] = _Stage(replace(stage, graph=graph), paths, sections_of(graph, paths))
-        return known[places]
+            stages[places] = _Stage(replace(stage, graph=graph), paths, sections_of(graph, paths))
+        return stages[places]
 
     every = list(_by_count(result.candidates, counts[::-1]))
     for place, layouts in enumerate(every):
@@ -129,10 +129,11 @@ def _of_size(request: Request, cut: Cut, size: int, limit_s: float) -> Iterator[
             return
 
 
-def _by_count(found: Iterable[Candidate], counts: Sequence[int]) -> Iterator[Layouts]:
+def _by_count(candidates: Iterable[Candidate], counts: Sequence[int]) -> Iterator[Layouts]:
     """Each layout that was found with each number of micro-batches, the best layout first."""
     of_one = dict.fromkeys(
-        replace(layouts, choices=replace(layouts.choices, accumulate=1)) for layouts, _ in found
+        replace(layouts, choices=replace(layouts.choices, accumulate=1))
+        for layouts, _ in candidates
     )
     for layouts in of_one:
         for count in counts:
@@ -157,7 +158,7 @@ def _scheduled(
         deal = cut.deal(size, pipeline.repeats, is_skipping)
         places = deal.most * pipeline.repeats
         request, paths, sections = with_places(places)
-        filled = tuple(each / deal.most for each in deal.sizes) if is_skipping else ()
+        filled = tuple(own_blocks / deal.most for own_blocks in deal.sizes) if is_skipping else ()
         staging = Staging(pipeline, size, places, paths, sent, is_skipping, filled, cut.count)
         if places not in works:
             own = assignment if places == blocks else _assigned(request, layouts)
@@ -195,6 +196,6 @@ def _schedules(
 def _with_stages(layouts: Layouts, size: int, pipeline: Pipeline) -> Layouts:
     choices = Choices(layouts.choices.zero, 1, layouts.choices.remat, pipeline)
     axes = tuple(axis for axis in layouts.axes if axis[1] > 1)
-    kept = {name for name, _ in axes}
-    rules = tuple((family, along) for family, along in layouts.rules if kept.intersection(along))
+    names = {name for name, _ in axes}
+    rules = tuple((family, along) for family, along in layouts.rules if names.intersection(along))
     return Layouts(((AXIS, size), *axes), rules, choices)

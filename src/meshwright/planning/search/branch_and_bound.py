@@ -290,15 +290,15 @@ class _Search:
 
 def _worth_it(ranked: Iterable[Candidate]) -> list[Candidate]:
     """Without those that compute as much again as a better one, or more, and hold no less."""
-    kept: list[Candidate] = []
-    seen: dict[object, list[tuple[int, int]]] = {}
+    result: list[Candidate] = []
+    fronts: dict[object, list[tuple[int, int]]] = {}
     for option in ranked:
-        choices, held = option.layouts.choices, option.cost.peak_bytes
+        choices, peak = option.layouts.choices, option.cost.peak_bytes
         again = EVERY_REMAT.index(choices.remat)
-        better = seen.setdefault(
+        better = fronts.setdefault(
             replace(option.layouts, choices=replace(choices, remat="none")), []
         )
-        if not any(less <= again and bytes_ <= held for less, bytes_ in better):
-            better.append((again, held))
-            kept.append(option)
-    return kept
+        if not any(less <= again and bytes_ <= peak for less, bytes_ in better):
+            better.append((again, peak))
+            result.append(option)
+    return result

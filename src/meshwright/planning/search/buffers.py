@@ -60,7 +60,7 @@ class Buffer:
     """
 
     tensor: int
-    made: int
+    start: int
     reads: list[int] = field(default_factory=list)
     copies: int = 1
     is_half: bool = False
@@ -68,7 +68,7 @@ class Buffer:
     @property
     def last(self) -> int:
         """The operation that reads it last; the one that makes it, where none does."""
-        return max(self.reads, default=self.made)
+        return max(self.reads, default=self.start)
 
 
 @functools.lru_cache(maxsize=8)
@@ -168,13 +168,13 @@ class _Fusion:
     def _tell(self, place: int, written: dict[int, Buffer]) -> None:
         """An operation reads memory through the elementwise work that is fused into it."""
         todo = self._operands(place)
-        seen = set(todo)
+        visited = set(todo)
         for t in todo:  # which grows
             if t in written:
                 written[t].reads.append(place)
             elif t in self._maker and self._is_loop(self._maker[t]):
-                more = [o for o in self._operands(self._maker[t]) if o not in seen]
-                seen.update(more)
+                more = [o for o in self._operands(self._maker[t]) if o not in visited]
+                visited.update(more)
                 todo += more
 
     def _results(self, place: int) -> Iterator[int]:
@@ -277,7 +277,7 @@ class _OnCpu(_Fusion):
         return t
 
     def _finish(self, buffer: Buffer) -> None:
-        if self._ops[buffer.made].kind in _TWICE_ON_CPU:
+        if self._ops[buffer.start].kind in _TWICE_ON_CPU:
             buffer.copies = 2
 
 

@@ -30,8 +30,8 @@ def plain(problem: Compact, tables: Tables, masks: Mapping[int, int], keep_axes:
     if batch is None or not masks.get(batch, 0):
         choices = Choices(0, choices.accumulate, choices.remat)
     used = {axis for _, along in rules for axis in along}
-    kept = axes if keep_axes else tuple(axis for axis in axes if axis[0] in used)
-    return Layouts(kept, rules, choices)
+    mesh_axes = axes if keep_axes else tuple(axis for axis in axes if axis[0] in used)
+    return Layouts(mesh_axes, rules, choices)
 
 
 def simplified(problem: Compact, layouts: Layouts) -> Iterator[Layouts]:

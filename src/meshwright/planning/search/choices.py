@@ -109,5 +109,5 @@ class Layouts:
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.axes)
-        laid = "; ".join(f"{family} over {'+'.join(axes)}" for family, axes in self.rules)
-        return f"({mesh}): {laid or 'nothing is split'}; {self.choices}"
+        rules = "; ".join(f"{family} over {'+'.join(axes)}" for family, axes in self.rules)
+        return f"({mesh}): {rules or 'nothing is split'}; {self.choices}"

@@ -192,8 +192,8 @@ class _Classics:
             return _largest_first(self.request.problem, tables.options)
         if self.request.objective == "memory":
             most = tables.alive.max(axis=0)
-            held = [most[list(clique.columns)] @ clique.bytes_of for clique in tables.cliques]
-            return elimination.least([np.asarray(table, float) for table in held])[1]
+            sizes = [most[list(clique.columns)] @ clique.bytes_of for clique in tables.cliques]
+            return elimination.least([np.asarray(table, float) for table in sizes])[1]
         masks = tables.free[1]
         if (
             self.request.limit_bytes is None
@@ -214,10 +214,10 @@ def _units_of_weights(problem: Compact) -> tuple[int, ...]:
 
     What is added, such as embeddings of places, has dims of activations alone.
     """
-    held: dict[int, int] = {}
+    bytes_of: dict[int, int] = {}
     for piece in problem.pieces:
         for unit in piece.scope if piece.kind == "parameter" else ():
-            held[unit] = held.get(unit, 0) + piece.nbytes
+            bytes_of[unit] = bytes_of.get(unit, 0) + piece.nbytes
     multiplied = {
         unit
         for work in problem.works
@@ -226,14 +226,16 @@ def _units_of_weights(problem: Compact) -> tuple[int, ...]:
         if problem.batch not in problem.pieces[place].scope  # a weight, in whatever type
         for unit in problem.pieces[place].scope
     }
-    result = held.keys() & multiplied - {problem.batch}
-    return tuple(sorted(result, key=lambda unit: (-held[unit], unit)))
+    result = bytes_of.keys() & multiplied - {problem.batch}
+    return tuple(sorted(result, key=lambda unit: (-bytes_of[unit], unit)))
 
 
 def _largest_first(problem: Compact, options: Options) -> dict[int, int]:
     """Units that are split as long as none meets another, where too many meet to choose best."""
     masks: dict[int, int] = {}
     for unit, allowed in options.items():
-        met = {other for other in masks if masks[other] and (unit, other) in problem.clashes}
-        masks[unit] = max((m for m in allowed if not any(m & masks[o] for o in met)), default=0)
+        clashing = {other for other in masks if masks[other] and (unit, other) in problem.clashes}
+        masks[unit] = max(
+            (m for m in allowed if not any(m & masks[o] for o in clashing)), default=0
+        )
     return masks

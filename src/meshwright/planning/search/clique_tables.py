@@ -48,8 +48,8 @@ class Clique:
 
     def row(self, masks: dict[int, int]) -> int:
         """The row of an assignment."""
-        wanted = np.array([masks.get(unit, 0) for unit in self.units], np.int64)
-        return int(np.flatnonzero((self.masks == wanted).all(axis=1))[0])
+        row = np.array([masks.get(unit, 0) for unit in self.units], np.int64)
+        return int(np.flatnonzero((self.masks == row).all(axis=1))[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,12 +98,12 @@ class Tables:
 
     def peaks(self, masks: dict[int, int]) -> np.ndarray:
         """Bytes at every moment under an assignment."""
-        held = np.zeros(self.alive.shape[1], np.int64)
+        sizes = np.zeros(self.alive.shape[1], np.int64)
         for clique in self.cliques:
-            held[list(clique.columns)] = clique.bytes_of[:, clique.row(masks)]
-        return self.alive @ held
+            sizes[list(clique.columns)] = clique.bytes_of[:, clique.row(masks)]
+        return self.alive @ sizes
 
-    def held(self, moment: int) -> list[np.ndarray]:
+    def sizes_at(self, moment: int) -> list[np.ndarray]:
         """Bytes at one moment, per assignment of each clique."""
         counts = self.alive[moment]
         return [counts[list(clique.columns)] @ clique.bytes_of for clique in self.cliques]

@@ -64,8 +64,8 @@ class Move:
     """A piece that an operation wants with another unit in the place of one it has."""
 
     piece: int
-    given: int
-    wanted: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -165,19 +165,19 @@ def compact(graph: Graph, platform: str = "", kind: str = "") -> Compact:
 
 def _halves(pieces: tuple[Piece, ...]) -> dict[int, tuple[Piece, int]]:
     """Of each piece that may be kept in half the bytes, that and its place after the others."""
-    kept = [place for place, piece in enumerate(pieces) if piece.kind == "activation"]
+    activations = [place for place, piece in enumerate(pieces) if piece.kind == "activation"]
     return {
         place: (replace(pieces[place], nbytes=pieces[place].nbytes // 2), len(pieces) + more)
-        for more, place in enumerate(kept)
+        for more, place in enumerate(activations)
     }
 
 
 def _gathered(pieces: tuple[Piece, ...]) -> dict[int, tuple[Piece, int]]:
     """Of each piece of a parameter, the same as gathered, and its place after the others."""
-    kept = [place for place, piece in enumerate(pieces) if piece.kind == "parameter"]
+    parameters = [place for place, piece in enumerate(pieces) if piece.kind == "parameter"]
     return {
         place: (replace(pieces[place], kind="gathered"), len(pieces) + more)
-        for more, place in enumerate(kept)
+        for more, place in enumerate(parameters)
     }
 
 
@@ -217,14 +217,14 @@ def _sent(graph: Graph, facts: Facts, converts: bool) -> dict[int, int]:
 
     XLA for CPU does not: there is no arithmetic in bfloat16, and what is sent is converted back.
     """
-    held = {t: graph.tensors[t].nbytes for t, k in enumerate(facts.kinds) if k == "parameter"}
-    taken = dict.fromkeys(held, 0)
+    own_bytes = {t: graph.tensors[t].nbytes for t, k in enumerate(facts.kinds) if k == "parameter"}
+    sent_bytes = dict.fromkeys(own_bytes, 0)
     for operation, is_forward in zip(graph.operations, facts.is_forward, strict=True):
-        for t in held.keys() & set(operation.operands) if is_forward else ():
+        for t in own_bytes.keys() & set(operation.operands) if is_forward else ():
             is_converted = converts and operation.kind == "convert_element_type"
-            nbytes = graph.tensors[operation.results[0]].nbytes if is_converted else held[t]
-            taken[t] = max(taken[t], nbytes)
-    return {t: min(taken[t] or nbytes, nbytes) for t, nbytes in held.items()}
+            nbytes = graph.tensors[operation.results[0]].nbytes if is_converted else own_bytes[t]
+            sent_bytes[t] = max(sent_bytes[t], nbytes)
+    return {t: min(sent_bytes[t] or nbytes, nbytes) for t, nbytes in own_bytes.items()}
 
 
 @dataclass(frozen=True)
@@ -255,11 +255,11 @@ class _Reader:
             results=tuple(piece_of[t] for t in operation.results),
             reads=tuple(sorted(reads)),
             writes=tuple(piece_of[t] for t in operation.results if not fused[t]),
-            units=(self._met(operation, moved) | summed) - whole,
+            units=(self._joint_clashes(operation, moved) | summed) - whole,
             summed=summed - whole,
             whole=whole,
             moves=tuple(
-                Move(piece_of[j.tensor], self.unit_of[j.given], self.unit_of[j.wanted])
+                Move(piece_of[j.tensor], self.unit_of[j.source], self.unit_of[j.target])
                 for j in operation.joints
             ),
             times=operation.times,
@@ -268,14 +268,14 @@ class _Reader:
             ),
         )
 
-    def _met(self, operation: Operation, moved: Mapping[int, Joint]) -> frozenset[int]:
+    def _joint_clashes(self, operation: Operation, moved: Mapping[int, Joint]) -> frozenset[int]:
         """The units of its arrays, after those that are moved have been."""
         result: set[int] = set()
         for tensor in (*operation.operands, *operation.results):
             scope = self.pieces[self.piece_of[tensor]].scope
             if tensor in moved:
                 joint = moved[tensor]
-                scope = scope - {self.unit_of[joint.given]} | {self.unit_of[joint.wanted]}
+                scope = scope - {self.unit_of[joint.source]} | {self.unit_of[joint.target]}
             result |= scope
         return frozenset(result)
 
@@ -286,9 +286,9 @@ class _Reader:
 def _clashes(pieces: Iterable[Piece], works: Iterable[Work]) -> frozenset[tuple[int, int]]:
     result: set[tuple[int, int]] = set()
     for piece in pieces:
-        held = [unit for unit in piece.units if unit is not None]
-        result |= {(u, u) for u in held if held.count(u) > 1}
-        result |= {(u, v) for u in held for v in held if u != v}
+        units = [unit for unit in piece.units if unit is not None]
+        result |= {(u, u) for u in units if units.count(u) > 1}
+        result |= {(u, v) for u in units for v in units if u != v}
     for work in works:
         result |= {(u, v) for u in work.units for v in work.units if u != v}
     return frozenset(result)

@@ -99,9 +99,9 @@ def faults_of(
     """Why an assignment cannot be: axes that meet, sizes that do not divide."""
     for unit, mask in masks.items():
         if mask and not divides(problem, axes, unit, mask, choices.accumulate):
-            held = problem.units[unit]
+            dim = problem.units[unit]
             yield DivisibilityError(
-                f"dim {held.family!r} (size {held.size}) does not divide over "
+                f"dim {dim.family!r} (size {dim.size}) does not divide over "
                 f"{_named(axes, mask)}{_micro(problem, unit, choices)}."
             )
     for one, other in sorted(problem.clashes):
@@ -163,8 +163,8 @@ def _collective(lay: Lay, work: Work) -> str:
 
 def _term(kind: str, path: str, count: int, spent: Spent, collective: str) -> Term:
     compute_s, communication_s, nbytes = (count * float(figure[0]) for figure in spent)
-    said = collective if nbytes else ""
-    return Term(kind, path, compute_s, communication_s, nbytes, said)
+    shown_collective = collective if nbytes else ""
+    return Term(kind, path, compute_s, communication_s, nbytes, shown_collective)
 
 
 def bytes_by_kind(
@@ -172,8 +172,8 @@ def bytes_by_kind(
 ) -> dict[str, int]:
     """What the peak is made of: bytes of parameters, slots, activations, ..., and copies."""
     lay = Lay(problem, setting, choices, {u: np.array([m]) for u, m in masks.items()}, rows=1)
-    held, counts = weights(lay), alive(problem, choices)
-    at_peak = counts[int(np.argmax(counts @ held))] * held
+    sizes, counts = weights(lay), alive(problem, choices)
+    at_peak = counts[int(np.argmax(counts @ sizes))] * sizes
     result: dict[str, int] = {}
     for column, nbytes in zip(columns(problem, choices), at_peak, strict=True):
         kind = "copy" if isinstance(column, Work) else column.kind
@@ -182,8 +182,8 @@ def bytes_by_kind(
 
 
 def _named(axes: Axes, mask: int) -> str:
-    held = [f"{name!r} (size {size})" for bit, (name, size) in enumerate(axes) if mask >> bit & 1]
-    return f"axis {' x '.join(held)}"
+    names = [f"{name!r} (size {size})" for bit, (name, size) in enumerate(axes) if mask >> bit & 1]
+    return f"axis {' x '.join(names)}"
 
 
 def _micro(problem: Compact, unit: int, choices: Choices) -> str:

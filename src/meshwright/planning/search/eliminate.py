@@ -25,11 +25,11 @@ Clashes = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """Rows of sets of axes, a column per unit; ``taken`` has each row's place in joined tables."""
+    """Rows of sets of axes, a column per unit; ``rows_of`` has each row's place in joined tables."""
 
     units: tuple[int, ...]
     rows: np.ndarray
-    taken: tuple[tuple[int, np.ndarray], ...]
+    rows_of: tuple[tuple[int, np.ndarray], ...]
 
     def keys(self, units: Sequence[int], bits: int) -> np.ndarray:
         """A number per row, the same where these units are."""
@@ -46,7 +46,7 @@ class _Step:
 
     unit: int
     others: tuple[int, ...]
-    taken: tuple[tuple[int, np.ndarray], ...]
+    rows_of: tuple[tuple[int, np.ndarray], ...]
     sets: np.ndarray
     starts: np.ndarray
     keys: np.ndarray
@@ -74,9 +74,9 @@ class Elimination:
         >>> least, sorted(sets.items())
         (2.0, [(0, 0), (1, 1), (2, 0)])
         """
-        left = {place: _Table(*entry, ()) for place, entry in enumerate(tables)}
+        remaining = {place: _Table(*entry, ()) for place, entry in enumerate(tables)}
         steps: list[_Step] = []
-        meets = _meetings(left.values())
+        meets = _meetings(remaining.values())
         while meets:
             # The unit that meets fewest others first: the usual order ("min-width"), near enough
             # to the best, which is NP-hard to find.
@@ -86,25 +86,25 @@ class Elimination:
                 meets[other] = (meets[other] | beside) - {unit}
             if bits * len(beside) > _BITS:
                 return None
-            joined = _joined(left, unit, bits, clashes)
+            joined = _joined(remaining, unit, bits, clashes)
             if joined is None:
                 return None
             step, table = _without(joined, unit, bits)
-            for place, _ in step.taken:
-                del left[place]
-            left[len(tables) + len(steps)] = table
+            for place, _ in step.rows_of:
+                del remaining[place]
+            remaining[len(tables) + len(steps)] = table
             steps.append(step)
-        return cls(tuple(steps), tuple(left), bits)
+        return cls(tuple(steps), tuple(remaining), bits)
 
     def least(self, values: Sequence[np.ndarray]) -> tuple[float, dict[int, int]]:
         """The least sum of one value of each table, and the axes of all units there."""
-        chosen, sums = list(values), []
+        tables, sums = list(values), []
         for step in self.steps:
             total = np.zeros(len(step.sets))
-            for place, rows in step.taken:
-                total += chosen[place][rows]
+            for place, rows in step.rows_of:
+                total += tables[place][rows]
             sums.append(total)
-            chosen.append(np.minimum.reduceat(total, step.starts))
+            tables.append(np.minimum.reduceat(total, step.starts))
         # Backwards: the units that a step depends on were eliminated after it and are known by now.
         result: dict[int, int] = {}
         for step, total in zip(reversed(self.steps), reversed(sums), strict=True):
@@ -115,7 +115,7 @@ class Elimination:
             begin = int(step.starts[group])
             end = step.starts[group + 1] if group + 1 < len(step.starts) else len(total)
             result[step.unit] = int(step.sets[begin + int(np.argmin(total[begin:end]))])
-        return float(sum(chosen[place][0] for place in self.ends)), result
+        return float(sum(tables[place][0] for place in self.ends)), result
 
 
 def _meetings(tables: Iterable[_Table]) -> dict[int, set[int]]:
@@ -146,13 +146,13 @@ def _joined(tables: dict[int, _Table], unit: int, bits: int, clashes: Clashes) -
 def _join(one: _Table, other: _Table, bits: int, clashes: Clashes) -> _Table | None:
     shared = [unit for unit in one.units if unit in other.units]
     more = [unit for unit in other.units if unit not in one.units]
-    keys, wanted = other.keys(shared, bits), one.keys(shared, bits)
+    keys, own_keys = other.keys(shared, bits), one.keys(shared, bits)
     order = np.argsort(keys, kind="stable")
-    begins = np.searchsorted(keys[order], wanted, side="left")
-    counts = np.searchsorted(keys[order], wanted, side="right") - begins
+    begins = np.searchsorted(keys[order], own_keys, side="left")
+    counts = np.searchsorted(keys[order], own_keys, side="right") - begins
     if counts.sum() > _MOST_ROWS:
         return None
-    mine = np.repeat(np.arange(len(wanted)), counts)
+    mine = np.repeat(np.arange(len(own_keys)), counts)
     within = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts)
     yours = order[begins[mine] + within]
     columns = [other.units.index(unit) for unit in more]
@@ -160,12 +160,12 @@ def _join(one: _Table, other: _Table, bits: int, clashes: Clashes) -> _Table | N
     units = (*one.units, *more)
     fine = np.ones(len(rows), bool)
     for place, unit in enumerate(units[len(one.units) :], len(one.units)):
-        for before, met in enumerate(one.units):
-            if (unit, met) in clashes:
+        for before, neighbor in enumerate(one.units):
+            if (unit, neighbor) in clashes:
                 fine &= (rows[:, before] & rows[:, place]) == 0
-    taken = [(place, at[mine[fine]]) for place, at in one.taken]
-    taken += [(place, at[yours[fine]]) for place, at in other.taken]
-    return _Table(units, rows[fine], tuple(taken))
+    rows_of = [(place, at[mine[fine]]) for place, at in one.rows_of]
+    rows_of += [(place, at[yours[fine]]) for place, at in other.rows_of]
+    return _Table(units, rows[fine], tuple(rows_of))
 
 
 def _without(table: _Table, unit: int, bits: int) -> tuple[_Step, _Table]:
@@ -179,10 +179,10 @@ def _without(table: _Table, unit: int, bits: int) -> tuple[_Step, _Table]:
     step = _Step(
         unit,
         others,
-        tuple((place, at[order]) for place, at in table.taken),
+        tuple((place, at[order]) for place, at in table.rows_of),
         rows[:, table.units.index(unit)],
         starts,
         keys[starts],
     )
-    kept = [table.units.index(other) for other in others]
-    return step, _Table(others, rows[starts][:, kept], ())
+    columns = [table.units.index(other) for other in others]
+    return step, _Table(others, rows[starts][:, columns], ())

@@ -139,8 +139,8 @@ def _leads_to_batch(graph: Graph, batch: int | None) -> list[bool]:
     for operation in reversed(graph.operations):
         is_made = any(leads[t] or batch in graph.tensors[t].dims for t in operation.results)
         if is_made and batch is not None:
-            for taken in operation.operands:
-                leads[taken] = True
+            for operand in operation.operands:
+                leads[operand] = True
     return leads
 
 

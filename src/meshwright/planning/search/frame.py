@@ -41,27 +41,27 @@ class Corner:
     works: tuple[int, ...]
     columns: tuple[int, ...]
     every: list[Piece | Work]  # all columns
-    known: dict[object, np.ndarray] = field(default_factory=dict)
+    cache: dict[object, np.ndarray] = field(default_factory=dict)
 
     def time_s(self, zero: int, remat: Remat) -> np.ndarray:
         """Seconds of each row."""
         level = min(zero, 2)  # from there on only parameters differ
         key = "time", zero, remat
-        if key not in self.known:
+        if key not in self.cache:
             total = self._parameters_s(zero)
             # In the order of the works, that sums are the same in each process.
             for again in dict.fromkeys(self.lay.problem.works[place].again for place in self.works):
                 runs = 2 if remat in again else 1
                 works_s = self._works_s(0, False, again) + self._works_s(level, True, again)
                 total = total + runs * works_s
-            self.known[key] = total
-        return self.known[key]
+            self.cache[key] = total
+        return self.cache[key]
 
     def _works_s(self, level: int, shares: bool, again: frozenset[Remat]) -> np.ndarray:
         """What works take that are computed again in these ways, recomputing apart: of those whose
         results ZeRO shares, or the others."""
         key = "works", level, shares, again
-        if key not in self.known:
+        if key not in self.cache:
             problem, lay = self.lay.problem, self._at(level)
             total = np.zeros(lay.rows)
             for place in self.works:
@@ -70,8 +70,8 @@ class Corner:
                     continue
                 spent = work_spent(lay, work)
                 total += problem.counts[place] * (spent.compute_s + spent.communication_s)
-            self.known[key] = total
-        return self.known[key]
+            self.cache[key] = total
+        return self.cache[key]
 
     def _parameters_s(self, zero: int) -> np.ndarray:
         total, lay = np.zeros(self.lay.rows), self._at(zero)
@@ -84,19 +84,19 @@ class Corner:
 
     def bytes_of(self, places: tuple[int, ...], zero: int) -> np.ndarray:
         """Bytes of each row, for some of the columns."""
-        held = [self._held(place, zero) for place in places]
-        return np.stack(held) if held else np.zeros((0, self.lay.rows), np.int64)
+        sizes = [self._bytes_at(place, zero) for place in places]
+        return np.stack(sizes) if sizes else np.zeros((0, self.lay.rows), np.int64)
 
-    def _held(self, place: int, zero: int) -> np.ndarray:
+    def _bytes_at(self, place: int, zero: int) -> np.ndarray:
         column = self.every[place]
         if isinstance(column, Work):
             level = zero if zero > 1 else 0
         else:
             level = 3 if is_shared(column, zero) else 0
         key = "held", place, level
-        if key not in self.known:
-            self.known[key] = held_bytes(self._at(level), column)
-        return self.known[key]
+        if key not in self.cache:
+            self.cache[key] = held_bytes(self._at(level), column)
+        return self.cache[key]
 
     def _at(self, zero: int) -> Lay:
         """The rows at a level of ZeRO; what does not depend on that is kept for all of them."""
@@ -147,11 +147,11 @@ def frame_of(
     for place, scope in enumerate(scopes):
         at_home[home[scope]][1].append(place)
     corners = []
-    for units, (own, held) in zip(cliques, at_home, strict=True):
+    for units, (own, moments) in zip(cliques, at_home, strict=True):
         lay = _lay(problem, setting, accumulate, units, options)
         masks = [lay.masks[unit] for unit in sorted(units)]
         rows = np.stack(masks, axis=1) if masks else np.zeros((1, 0), np.int64)
-        corners.append(Corner(tuple(sorted(units)), rows, lay, tuple(own), tuple(held), every))
+        corners.append(Corner(tuple(sorted(units)), rows, lay, tuple(own), tuple(moments), every))
     return Frame(problem, setting, accumulate, options, tuple(corners))
 
 
@@ -188,7 +188,7 @@ def _scope_of_work(problem: Compact, work: Work) -> frozenset[int]:
         scope |= problem.pieces[place].scope
         shares |= problem.pieces[place].is_shareable
     for move in work.moves:
-        scope |= {move.given, move.wanted}
+        scope |= {move.source, move.target}
     return frozenset(scope | _batch(problem, shares))
 
 
@@ -210,11 +210,11 @@ def _shares(problem: Compact, work: Work) -> bool:
 
 
 def _maximal(scopes: Iterable[frozenset[int]]) -> list[frozenset[int]]:
-    kept: list[frozenset[int]] = []
+    result: list[frozenset[int]] = []
     for scope in sorted(set(scopes), key=lambda scope: (-len(scope), sorted(scope))):
-        if not any(scope <= other for other in kept):
-            kept.append(scope)
-    return kept
+        if not any(scope <= other for other in result):
+            result.append(scope)
+    return result
 
 
 def _lay(

@@ -79,14 +79,14 @@ class _Walk:
         self._elimination = elimination
         self._limit = limit_bytes
         self._times = [clique.time_s for clique in tables.cliques]
-        self._held = [table.astype(float) for table in tables.held(moment)]
+        self._sizes = [table.astype(float) for table in tables.sizes_at(moment)]
         self.fitting: list[_Point] = []
 
     def __call__(self) -> tuple[float, _Point | None]:
         """The best bound, and the fastest that was met of what fits."""
         assert self._tables.free is not None
         above = self._point(self._tables.free[1])
-        below = self._point(self._elimination.least(self._held)[1])
+        below = self._point(self._elimination.least(self._sizes)[1])
         if below.nbytes > self._limit:
             return math.inf, None
         if above.nbytes <= self._limit:
@@ -95,7 +95,7 @@ class _Walk:
         bound = above.time_s
         for _ in range(_PRICES):
             price = (below.time_s - above.time_s) / (above.nbytes - below.nbytes)
-            priced = [t + price * h for t, h in zip(self._times, self._held, strict=True)]
+            priced = [t + price * n for t, n in zip(self._times, self._sizes, strict=True)]
             least, masks = self._elimination.least(priced)
             bound = max(bound, least - price * self._limit)
             point = self._point(masks)
@@ -110,7 +110,7 @@ class _Walk:
 
     def _point(self, masks: dict[int, int]) -> _Point:
         rows = [clique.row(masks) for clique in self._tables.cliques]
-        return _Point(masks, _at(self._times, rows), _at(self._held, rows))
+        return _Point(masks, _at(self._times, rows), _at(self._sizes, rows))
 
 
 def _at(values: Sequence[np.ndarray], rows: Sequence[int]) -> float:

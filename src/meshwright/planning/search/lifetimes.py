@@ -63,7 +63,7 @@ def _before_the_loop(problem: Compact) -> Iterator[Lifetime]:
     """
     graph, kinds = problem.graph, facts_of(problem.graph).kinds
     source: dict[int, int] = {}
-    made: dict[tuple[int, int], int] = {}  # the cast of a parameter, by the bytes of an element
+    casts: dict[tuple[int, int], int] = {}  # the cast of a parameter, by the bytes of an element
     for operation in graph.operations:
         for t in operation.results:
             if kinds[t] != "cast":
@@ -72,9 +72,9 @@ def _before_the_loop(problem: Compact) -> Iterator[Lifetime]:
             source[t] = source.get(operand, operand)
             itemsize = graph.tensors[t].itemsize
             if itemsize != graph.tensors[source[t]].itemsize:
-                made.setdefault((source[t], itemsize), t)
+                casts.setdefault((source[t], itemsize), t)
     end = max(len(graph.operations) - 1, 0)
-    for t in made.values():
+    for t in casts.values():
         yield Lifetime(problem.piece_of[t], 0, end)
 
 
@@ -121,7 +121,7 @@ def _traced(
             continue
         piece = problem.piece_of[buffer.tensor]
         piece = problem.halves.get(piece, piece) if buffer.is_half else piece
-        begin, last = at[buffer.made], max((at[read] for read in buffer.reads), default=0)
+        begin, last = at[buffer.start], max((at[read] for read in buffer.reads), default=0)
         again = begins.get(buffer.tensor)
         if again is not None:
             forward = [at[read] for read in buffer.reads if facts.is_forward[read]]
@@ -164,9 +164,9 @@ def _made_again(facts: Facts, buffers: Iterable[Buffer], remat: Remat) -> dict[i
     inner: dict[int, str] = {}
     begins: dict[str, int] = {}
     for buffer in buffers:
-        if not is_computed_again(facts, buffer.made, remat):
+        if not is_computed_again(facts, buffer.start, remat):
             continue
-        block = facts.blocks[buffer.made]
+        block = facts.blocks[buffer.start]
         later = [read for read in buffer.reads if not facts.is_forward[read]]
         others = [read for read in buffer.reads if facts.is_forward[read]]
         if later and all(facts.blocks[other] == block for other in others):
@@ -199,7 +199,7 @@ def _on_cpu(problem: Compact, zero: int, remat: Remat) -> Timeline:
         if kind == "gradient" and zero < 2:
             last = end  # all are summed over devices at once
         if kind not in ("update", *_RESTING):
-            first = at[buffer.made]
+            first = at[buffer.start]
             lifetime = Lifetime(problem.piece_of[buffer.tensor], first, max(first, last))
             lifetimes += [lifetime] * buffer.copies
     if zero == 3:
@@ -219,8 +219,8 @@ def _ahead(depths: Sequence[int]) -> tuple[int, ...]:
     others go through it in fewer steps: subtraction, exponential and sum are one with its gradient.
     They hold what is there before as well as after.
     """
-    taken = np.array(depths, np.int64)
-    return tuple(np.searchsorted(taken, taken + _STEPS_OF_LOSS, side="right") - 1)
+    steps = np.array(depths, np.int64)
+    return tuple(np.searchsorted(steps, steps + _STEPS_OF_LOSS, side="right") - 1)
 
 
 def _gathered(problem: Compact, facts: Facts, at: Mapping[int, int]) -> Iterator[Lifetime]:

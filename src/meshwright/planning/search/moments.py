@@ -48,18 +48,18 @@ def _moments(problem: Compact, remat: Remat, zero: int, beside: int, is_looped: 
     for life in timeline.lifetimes:
         changes[life.first, life.piece] += 1
         changes[life.last + 1, life.piece] -= 1
-    held = np.cumsum(changes, axis=0, out=changes)[: max(timeline.length, 1)]
+    sizes = np.cumsum(changes, axis=0, out=changes)[: max(timeline.length, 1)]
     if beside > 1 and timeline.ahead:
         rows = [
             piece.kind == "activation" and problem.batch in piece.scope for piece in problem.pieces
         ]
-        others = np.minimum(held, held[list(timeline.ahead)]) * np.array(rows, held.dtype)
-        held = held + (beside - 1) * others
-    running = np.zeros((len(held), len(problem.works)), np.int32)
+        others = np.minimum(sizes, sizes[list(timeline.ahead)]) * np.array(rows, sizes.dtype)
+        sizes = sizes + (beside - 1) * others
+    running = np.zeros((len(sizes), len(problem.works)), np.int32)
     for operation, when in timeline.runs:
         work = problem.work_of[operation]
         running[when, work] |= _needs_room(problem.works[work], problem.pieces)
-    return _undominated(np.concatenate([held, running], axis=1)).astype(np.int64)
+    return _undominated(np.concatenate([sizes, running], axis=1)).astype(np.int64)
 
 
 def _needs_room(work: Work, pieces: tuple[Piece, ...]) -> bool:
@@ -75,20 +75,20 @@ def _undominated(rows: np.ndarray) -> np.ndarray:
     First those beside each other, since memory grows and shrinks in runs; then all, if few.
     """
     differing = np.ascontiguousarray(rows[:, (rows != rows[:1]).any(axis=0)])
-    kept = np.arange(len(rows))
-    while len(kept) > 1:
-        here = differing[kept]
-        below = np.zeros(len(kept), bool)
+    places = np.arange(len(rows))
+    while len(places) > 1:
+        here = differing[places]
+        below = np.zeros(len(places), bool)
         below[:-1] = (here[:-1] <= here[1:]).all(axis=1)
         below[1:] |= (here[1:] <= here[:-1]).all(axis=1) & ~below[:-1]
         if not below.any():
             break
-        kept = kept[~below]
-    kept_at = {differing[place].tobytes(): place for place in kept}
-    kept = np.array(list(kept_at.values()), np.int64)
-    if len(kept) > _COMPARED:
-        return rows[kept]
-    return rows[_unbeaten(differing, kept)]
+        places = places[~below]
+    kept_at = {differing[place].tobytes(): place for place in places}
+    places = np.array(list(kept_at.values()), np.int64)
+    if len(places) > _COMPARED:
+        return rows[places]
+    return rows[_unbeaten(differing, places)]
 
 
 def _unbeaten(rows: np.ndarray, places: np.ndarray) -> list[int]:

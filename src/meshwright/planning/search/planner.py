@@ -103,8 +103,8 @@ def plan_step(
         raise fault
     if dry_run_of is not None and verify:
         plans = verified(plans, dry_run_of, limit_bytes, question.plans_within)
-    chosen = plans[0]
-    return replace(chosen, runners_up=tuple(plan.chosen for plan in plans[1:]))
+    best = plans[0]
+    return replace(best, runners_up=tuple(plan.chosen for plan in plans[1:]))
 
 
 def _check(objective: str, memory_limit: int | None, verify: int, remat: Sequence[str]) -> None:
@@ -176,35 +176,35 @@ class _Question:
 
     def with_pipelines(self, plans: list[Plan], pipelines_of: PipelinesOf) -> list[Plan]:
         """The plans, with the best pipeline before or behind them and a note on which it is."""
-        found = pipelines_of(self.request, self.limit_s)
-        if not found:
+        pipelines = pipelines_of(self.request, self.limit_s)
+        if not pipelines:
             note = "no pipeline: none that fits was found"
             return [replace(plan, notes=(*plan.notes, note)) for plan in plans]
-        options = [_option_of_pipeline(one) for one in found]
-        said = _no_pipeline(options[0], plans[0].chosen) if plans else ""
-        if said:
+        options = [_option_of_pipeline(one) for one in pipelines]
+        note = _no_pipeline(options[0], plans[0].chosen) if plans else ""
+        if note:
             beside = (PIPELINE, options[0])
             noted = [
-                replace(plan, notes=(*plan.notes, said), classics=(*plan.classics, beside))
+                replace(plan, notes=(*plan.notes, note), classics=(*plan.classics, beside))
                 for plan in plans
             ]
-            return self._worth_a_dry_run(noted, found[0], options[0])
-        best = self._plan_of_pipeline(found[0], options, plans)
+            return self._worth_a_dry_run(noted, pipelines[0], options[0])
+        best = self._plan_of_pipeline(pipelines[0], options, plans)
         return [best, *plans]
 
-    def _worth_a_dry_run(self, plans: list[Plan], found: Found, option: Option) -> list[Plan]:
+    def _worth_a_dry_run(self, plans: list[Plan], pipeline: Found, option: Option) -> list[Plan]:
         """With the pipeline, where dry runs decide and it is near enough to the best."""
         time_s, best_s = option.time_s, plans[0].chosen.time_s
         if not self.verify or time_s is None or best_s is None or time_s > _NEAR * best_s:
             return plans
-        return [*plans, self._plan_of_pipeline(found, [option], plans)]
+        return [*plans, self._plan_of_pipeline(pipeline, [option], plans)]
 
     def _plan_of_pipeline(
-        self, found: Found, options: list[Option], others: Sequence[Plan]
+        self, pipeline: Found, options: list[Option], others: Sequence[Plan]
     ) -> Plan:
         request, parallel = self.request, self._parallel
-        problem, layouts = request.problem, found.layouts
-        why = _why_pipeline(found, others)
+        problem, layouts = request.problem, pipeline.layouts
+        why = _why_pipeline(pipeline, others)
         return Plan(
             target=str(request.target),
             hardware=request.hardware.name,
@@ -297,9 +297,9 @@ class _Question:
         return plans
 
 
-def _option_of_pipeline(found: Found) -> Option:
-    option = _option_of(found, found.cost.step_time_s)
-    return replace(option, accumulate=1, pipeline=found.layouts.choices.pipeline)
+def _option_of_pipeline(pipeline: Found) -> Option:
+    option = _option_of(pipeline, pipeline.cost.step_time_s)
+    return replace(option, accumulate=1, pipeline=pipeline.layouts.choices.pipeline)
 
 
 def _no_pipeline(pipeline: Option, best: Option) -> str:
@@ -319,8 +319,8 @@ def _no_pipeline(pipeline: Option, best: Option) -> str:
     return f"{text}, or {seconds_text(least_s)} where its collectives hide behind compute"
 
 
-def _why_pipeline(found: Found, others: Sequence[Plan]) -> tuple[Reason, ...]:
-    layouts, cost = found
+def _why_pipeline(best: Found, others: Sequence[Plan]) -> tuple[Reason, ...]:
+    layouts, cost = best
     pipeline = layouts.choices.pipeline
     assert pipeline is not None
     changes = [f"idle for {cost.idle_share:.0%} of the step"]
@@ -341,8 +341,8 @@ def _option(candidate: Candidate) -> Option:
     return _option_of(candidate, candidate.cost.time_s)
 
 
-def _option_of(found: Candidate | Found, time_s: float | None) -> Option:
-    layouts, cost = found
+def _option_of(candidate: Candidate | Found, time_s: float | None) -> Option:
+    layouts, cost = candidate
     return Option(
         axes=layouts.axes,
         rules=layouts.rules,
@@ -373,20 +373,22 @@ def _layouts(problem: Compact, layouts: Layouts) -> tuple[tuple[str, Any], ...]:
 def _notes(
     target: Target, candidate: Candidate, parallel: Candidate | None, result: SearchResult
 ) -> tuple[str, ...]:
-    said = []
+    notes = []
     used = 1
     for _, size in candidate.layouts.axes:
         used *= size
     if used == 1 < target.num_devices:
-        said.append("one device is fastest: splitting costs more than it saves")
+        notes.append("one device is fastest: splitting costs more than it saves")
     elif used < target.num_devices:
-        said.append(
+        notes.append(
             f"{used} of {target.num_devices} devices are used: more devices are not faster, or do "
             "not divide the dims"
         )
     if parallel is None and target.num_devices > 1:
-        said.append("data parallel is left out: the batch does not divide")
+        notes.append("data parallel is left out: the batch does not divide")
     if not result.is_proven:
-        said.append("the search stopped at its time limit; raise limit_s= to search further")
-    said.append("estimate without overlap of compute and communication; a dry run is more precise")
-    return tuple(said)
+        notes.append("the search stopped at its time limit; raise limit_s= to search further")
+    notes.append(
+        "estimate without overlap of compute and communication; a dry run is more precise"
+    )
+    return tuple(notes)

@@ -17,7 +17,7 @@ _SMALL_SHARE = 1e-3  # of the step, or of the peak: what is less is not worth a 
 
 def reasons(problem: Compact, setting: Setting, layouts: Layouts) -> tuple[Reason, ...]:
     """What each choice of an answer brings and costs: the model with it and without it."""
-    said = [
+    result = [
         Reason(
             f"{family} over {'+'.join(axes)}",
             _difference(problem, setting, _without(layouts, family), layouts),
@@ -33,8 +33,8 @@ def reasons(problem: Compact, setting: Setting, layouts: Layouts) -> tuple[Reaso
     for name, other in others.items():
         if other != choices:
             before = Layouts(layouts.axes, layouts.rules, other)
-            said.append(Reason(name, _difference(problem, setting, before, layouts)))
-    return tuple(said)
+            result.append(Reason(name, _difference(problem, setting, before, layouts)))
+    return tuple(result)
 
 
 def _without(layouts: Layouts, family: str) -> Layouts:

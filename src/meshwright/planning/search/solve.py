@@ -92,7 +92,7 @@ class _Task:
 
     tables: Tables
     model: Any = None
-    chosen: dict[tuple[int, int], Any] = field(default_factory=dict)
+    masks: dict[tuple[int, int], Any] = field(default_factory=dict)
     rows: list[list[Any]] = field(default_factory=list)
     unit_s: float = 1.0
     top: Any = None
@@ -104,21 +104,21 @@ class _Task:
         self.model = cp_model.CpModel()
         for unit, masks in self.tables.options.items():
             for mask in masks:
-                self.chosen[unit, mask] = self.model.new_bool_var(f"u{unit}_{mask}")
-            self.model.add_exactly_one(self.chosen[unit, mask] for mask in masks)
+                self.masks[unit, mask] = self.model.new_bool_var(f"u{unit}_{mask}")
+            self.model.add_exactly_one(self.masks[unit, mask] for mask in masks)
         self.rows = [self._rows(place, c) for place, c in enumerate(self.tables.cliques)]
         most = sum(float(c.time_s.max()) for c in self.tables.cliques)
         self.unit_s = max(self.tables.floor_s, most / 1e6, 1e-15) / _STEPS
 
     def _rows(self, place: int, clique: Clique) -> list[Any]:
         if len(clique.units) == 1:
-            return [self.chosen[clique.units[0], int(mask)] for (mask,) in clique.masks]
+            return [self.masks[clique.units[0], int(mask)] for (mask,) in clique.masks]
         rows = [self.model.new_bool_var(f"c{place}_{row}") for row in range(len(clique.masks))]
         self.model.add_exactly_one(rows)
         for column, unit in enumerate(clique.units):
             for mask in self.tables.options[unit]:
                 lying = np.nonzero(clique.masks[:, column] == mask)[0]
-                self.model.add(sum(rows[row] for row in lying) == self.chosen[unit, mask])
+                self.model.add(sum(rows[row] for row in lying) == self.masks[unit, mask])
         return rows
 
     def add(self, constraint: Any) -> None:
@@ -138,7 +138,7 @@ class _Task:
 
     def splits(self) -> Any:
         """How many axes lie along dims, all dims together."""
-        return _sum([(chosen, mask.bit_count()) for (_, mask), chosen in self.chosen.items()])
+        return _sum([(variable, mask.bit_count()) for (_, mask), variable in self.masks.items()])
 
     def peak(self) -> Any:
         """A variable for the peak, which moments are added to as they are met."""
@@ -157,12 +157,12 @@ class _Task:
             return False
         self.limited.add(moment)
         counts = self.tables.alive[moment]
-        held: list[tuple[Any, int]] = []
+        terms: list[tuple[Any, int]] = []
         for clique, rows in zip(self.tables.cliques, self.rows, strict=True):
             nbytes = counts[list(clique.columns)] @ clique.bytes_of if clique.columns else []
-            held += [(row, int(count)) for count, row in zip(nbytes, rows, strict=False) if count]
+            terms += [(row, int(count)) for count, row in zip(nbytes, rows, strict=False) if count]
         most = self.top if limit_bytes is None or self.top is not None else limit_bytes
-        self.model.add(_sum(held) <= most)
+        self.model.add(_sum(terms) <= most)
         return True
 
     def solve(self, deadline_s: float) -> Solved:
@@ -177,8 +177,8 @@ class _Task:
             return Solved(None, is_proven=status == cp_model.INFEASIBLE)
         masks = {
             unit: mask
-            for (unit, mask), chosen in self.chosen.items()
-            if self.solver.boolean_value(chosen)
+            for (unit, mask), variable in self.masks.items()
+            if self.solver.boolean_value(variable)
         }
         return Solved(masks, is_proven=status == cp_model.OPTIMAL)
 

@@ -141,10 +141,10 @@ def used_bytes(lay: Lay, piece: Piece, work: Work) -> Values:
     moves = tuple(move for move in work.moves if lay.problem.pieces[move.piece] == piece)
     key = ("used", piece, piece.scope & work.whole, moves)
     if key not in lay.memo:
-        wanted = {move.given: move.wanted for move in moves}
+        targets = {move.source: move.target for move in moves}
         divisor = np.full(lay.rows, lay.loops(piece), np.int64)
         for unit in piece.scope - work.whole:
-            divisor = divisor * lay.along(wanted.get(unit, unit))
+            divisor = divisor * lay.along(targets.get(unit, unit))
         lay.memo[key] = -(-piece.nbytes // divisor)
     return lay.memo[key]
 
@@ -161,7 +161,7 @@ def room_bytes(lay: Lay, work: Work) -> Values:
             copied |= lay.union(piece.scope & work.whole) != 0
         for move in work.moves:
             if place in moved and move.piece == place:
-                copied |= (lay.mask(move.given) & ~lay.mask(move.wanted)) != 0
+                copied |= (lay.mask(move.source) & ~lay.mask(move.target)) != 0
         if piece.kind in ("parameter", "cast") and _gathers(lay, work):
             copied |= replicas_sharing(lay, piece) > 1
         if copied.any():
@@ -281,20 +281,20 @@ def _talk(lay: Lay, talks: list[Talk]) -> tuple[Values, Values]:
 
 
 def _moved(lay: Lay, move: Move, loops: int) -> Talk:
-    """From the axes of ``given`` to those of ``wanted``: what is lost is gathered, what is new is
+    """From the axes of ``source`` to those of ``target``: what is lost is gathered, what is new is
     cut for nothing."""
     piece = lay.problem.pieces[move.piece]
-    lost = lay.mask(move.given) & ~lay.mask(move.wanted)
-    kept = lay.size(lay.mask(move.given) & lay.mask(move.wanted))
-    others = shards(lay, piece) // lay.size(lay.mask(move.given))
-    nbytes = piece.nbytes / (others * kept * lay.loops(piece))
-    return Talk("all-gather", lost, nbytes, loops, piece)
+    axes = lay.mask(move.source) & ~lay.mask(move.target)
+    common = lay.size(lay.mask(move.source) & lay.mask(move.target))
+    others = shards(lay, piece) // lay.size(lay.mask(move.source))
+    nbytes = piece.nbytes / (others * common * lay.loops(piece))
+    return Talk("all-gather", axes, nbytes, loops, piece)
 
 
 def _gathered(lay: Lay, work: Work, place: int, loops: int) -> Talk:
     piece = lay.problem.pieces[place]
-    lost = lay.union(piece.scope & work.whole)
-    return Talk("all-gather", lost, used_bytes(lay, piece, work).astype(float), loops, piece)
+    axes = lay.union(piece.scope & work.whole)
+    return Talk("all-gather", axes, used_bytes(lay, piece, work).astype(float), loops, piece)
 
 
 def _sums(lay: Lay, work: Work, loops: int) -> list[Talk]:

@@ -45,7 +45,7 @@ DryRunOf = Callable[[Plan], Report]
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Run:
     """A plan with the figures of its dry run, by which it fits or does not."""
 
     plan: Plan
@@ -74,12 +74,12 @@ def verified(
     for _ in range(_TIMES):
         if limit is None or limit_bytes is None or _best_fits(new):
             break
-        limit = round(_LESS * min(limit, limit_bytes / _off(runs.seen.values(), plans[0])))
+        limit = round(_LESS * min(limit, limit_bytes / _off(runs.runs.values(), plans[0])))
         less = runs.not_asked(within(limit))
         if not less:
             break
         new = runs.of(less, _held_to(limit))
-    ranked = _ranked([*runs.seen.values()])
+    ranked = _ranked([*runs.runs.values()])
     if not ranked[0].fits:
         raise PlanError(f"{_no_fit(runs)} {_way_out(bool(less))}")
     best, *others = (run.plan for run in ranked)
@@ -93,10 +93,10 @@ class _DryRuns:
     def __init__(self, dry_run_of: DryRunOf, limit_bytes: int | None) -> None:
         self.dry_run_of = dry_run_of
         self.limit_bytes = limit_bytes
-        self.seen: dict[Layouts, _Seen] = {}
+        self.runs: dict[Layouts, _Run] = {}
         self.failed: dict[Layouts, CompileError] = {}
 
-    def of(self, plans: Iterable[Plan], *notes: str) -> list[_Seen]:
+    def of(self, plans: Iterable[Plan], *notes: str) -> list[_Run]:
         """What those say that compile."""
         result = []
         for candidate in plans:
@@ -110,15 +110,15 @@ class _DryRuns:
                 dry_run_time_s=report.step_time_s,
                 dry_run_peak_bytes=report.peak_bytes,
             )
-            said = [_NOT_DRY_RUN] if isinstance(report, NoReport) else []
-            plan = replace(candidate, chosen=option, notes=(*candidate.notes, *notes, *said))
-            result.append(_Seen(plan, self._fits(report)))
-            self.seen[option.layouts] = result[-1]
+            reasons = [_NOT_DRY_RUN] if isinstance(report, NoReport) else []
+            plan = replace(candidate, chosen=option, notes=(*candidate.notes, *notes, *reasons))
+            result.append(_Run(plan, self._fits(report)))
+            self.runs[option.layouts] = result[-1]
         return result
 
     def not_asked(self, plans: Iterable[Plan]) -> list[Plan]:
-        seen = self.seen.keys() | self.failed.keys()
-        return [plan for plan in plans if plan.chosen.layouts not in seen]
+        layouts = self.runs.keys() | self.failed.keys()
+        return [plan for plan in plans if plan.chosen.layouts not in layouts]
 
     def left_out(self) -> list[str]:
         return [f"left out: {layouts}: {error}" for layouts, error in self.failed.items()]
@@ -130,14 +130,14 @@ class _DryRuns:
         return peak is None or limit is None or peak <= limit
 
 
-def _best_fits(seen: Sequence[_Seen]) -> bool:
+def _best_fits(runs: Sequence[_Run]) -> bool:
     """Whether the fastest fits, or the smallest: then none that holds less is wanted."""
-    return bool(seen) and min(seen, key=lambda run: _rank(run.plan)).fits
+    return bool(runs) and min(runs, key=lambda run: _rank(run.plan)).fits
 
 
-def _off(seen: Iterable[_Seen], first: Plan) -> float:
+def _off(runs: Iterable[_Run], first: Plan) -> float:
     """How many times as much as the model says the model's best holds by its dry run."""
-    same = (e.plan.chosen for e in seen if e.plan.chosen.layouts == first.chosen.layouts)
+    same = (e.plan.chosen for e in runs if e.plan.chosen.layouts == first.chosen.layouts)
     option = next(same, None)
     if option is None or option.dry_run_peak_bytes is None:
         return _UNKNOWN
@@ -151,9 +151,9 @@ def _held_to(limit: int) -> str:
     )
 
 
-def _ranked(seen: Iterable[_Seen]) -> list[_Seen]:
+def _ranked(runs: Iterable[_Run]) -> list[_Run]:
     """Those that fit first, then the objective. A figure that no dry run has is the model's."""
-    return sorted(seen, key=lambda run: (not run.fits, _rank(run.plan)))
+    return sorted(runs, key=lambda run: (not run.fits, _rank(run.plan)))
 
 
 def _preferred(best: Option, first: Option) -> Iterator[str]:
@@ -165,7 +165,7 @@ def _preferred(best: Option, first: Option) -> Iterator[str]:
 
 
 def _no_fit(runs: _DryRuns) -> str:
-    options = [run.plan.chosen for run in runs.seen.values()]
+    options = [run.plan.chosen for run in runs.runs.values()]
     fact = f"none of {len(options)} dry-run plans fits"
     if len(options) == 1:
         fact = "the dry-run plan does not fit"
