@@ -191,7 +191,7 @@ def test_the_command_writes_it_beside_what_it_prints(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "job_of_a_page", raising=False)
     monkeypatch.setattr(planning_commands, "dry_run", lambda *_, **__: report())
-    asked = planning_commands.Asked(
+    asked = planning_commands.DryRunOptions(
         "job_of_a_page.py:build",
         Target.of("cpu:8"),
         mw.Mesh({"batch": 8}),

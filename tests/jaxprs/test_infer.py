@@ -676,10 +676,10 @@ def test_queries_and_keys_have_lengths_of_their_own():
     (joint,) = product.joints
     moved = graph.tensors[joint.tensor]
     assert moved.shape == (8, 16, 4, 8)
-    assert graph.dims[joint.given].name == "input/0.dim1"
+    assert graph.dims[joint.source].name == "input/0.dim1"
     rows, heads, queries, keys = graph.tensors[product.results[0]].dims
-    assert joint.wanted in (queries, keys)
-    assert joint.given in (queries, keys)
+    assert joint.target in (queries, keys)
+    assert joint.source in (queries, keys)
     assert None not in (rows, heads)
 
 
@@ -688,7 +688,7 @@ def test_both_dims_of_a_square_kernel_stay_apart():
     assert dims_of(graph, "0") == ["0.in", "0.out"]
     assert dims_of(graph, "1") == ["0.in", "1.out"]
     added = [each for each in graph.operations if each.kind == "add" and each.joints]
-    moved = [(graph.dims[j.given].name, graph.dims[j.wanted].name) for e in added for j in e.joints]
+    moved = [(graph.dims[j.source].name, graph.dims[j.target].name) for e in added for j in e.joints]
     assert moved[:2] == [("0.out", "0.in"), ("1.out", "0.in")]
 
 

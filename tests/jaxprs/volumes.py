@@ -81,7 +81,7 @@ def _moves(
     axes: Mapping[str, int],
     split: Mapping[int, str],
 ) -> Iterator[Volume]:
-    before, wanted = split.get(joint.given), split.get(joint.wanted)
+    before, wanted = split.get(joint.source), split.get(joint.target)
     if before is None or before == wanted:
         return  # each device has all of it, or what it is asked for
     if wanted is None:

@@ -21,7 +21,7 @@ from meshwright.frontends import measures
 from meshwright.planning import Target
 from meshwright.planning.dry_run import DryRun, Memory
 from meshwright.planning.measurement import SeenCollective
-from meshwright.planning.measuring import kept
+from meshwright.planning.measuring import copier
 from meshwright.planning.profiled import Event, collectives_seen
 from meshwright.targets import calibrate
 from meshwright.targets.hardware import Hardware, Link
@@ -160,7 +160,7 @@ def test_micro_batches_are_taken_as_a_step_takes_them():
 def test_a_copy_of_a_state_outlives_it():
     layout = mw.Layout(["batch", None], mw.create_mesh(dict(AXES)))
     array = jax.device_put(np.arange(32.0).reshape(8, 4), layout.sharding)
-    again = kept({"x": array})
+    again = copier({"x": array})
     array.delete()
     assert again()["x"].sharding == layout.sharding
     np.testing.assert_array_equal(again()["x"], np.arange(32.0).reshape(8, 4))

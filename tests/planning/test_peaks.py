@@ -206,11 +206,11 @@ def traced(function, *shapes):
 
 def kinds_on_cpu(step):
     buffers, _ = buffers_on_cpu(step)
-    return sorted(step.operations[each.made].kind for each in buffers)
+    return sorted(step.operations[each.start].kind for each in buffers)
 
 
 def kinds_on_tpu(step):
-    return sorted(step.operations[each.made].kind for each in buffers_on_tpu(step, False))
+    return sorted(step.operations[each.start].kind for each in buffers_on_tpu(step, False))
 
 
 def test_elementwise_work_is_written_for_a_product():

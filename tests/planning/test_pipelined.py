@@ -20,7 +20,7 @@ from meshwright.frontends.plans import Plan
 from meshwright.hlo.costs import Costs, Loop, Operation
 from meshwright.hlo.links import Link
 from meshwright.planning.abstract_step import abstract_step
-from meshwright.planning.estimate import Turns, _taken
+from meshwright.planning.estimate import Turns, _with_shares
 from meshwright.planning.graph import GraphTensor
 from meshwright.planning.pipelined.cost import Staging, _is_cut
 from meshwright.planning.pipelined.sections import Section, sections_of
@@ -238,7 +238,7 @@ def test_a_loop_of_the_loss_that_runs_as_often_as_there_are_ticks_counts_whole()
     of_loss, of_ticks = (
         Loop("while", 5, body, path) for path in ("jit(step)/while", "jit(step)/shard_map/while")
     )
-    found = _taken(Costs((of_loss, of_ticks)), [Turns(5, 0.25)])
+    found = _with_shares(Costs((of_loss, of_ticks)), [Turns(5, 0.25)])
     assert found.flops == 2 * 40 + 40 + 40 / 4
 
 

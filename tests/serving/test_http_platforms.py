@@ -16,7 +16,7 @@ import yaml
 from click.testing import CliRunner
 
 from meshwright.cli import main
-from meshwright.commands.serve import asked_of
+from meshwright.commands.serve import options_of
 from meshwright.errors import ServingError
 from meshwright.serving.platforms import PLATFORMS, Deployment, files_for
 
@@ -142,15 +142,15 @@ def test_the_command_writes_the_words_that_it_was_called_with(project):
 
 def test_words_become_options(project):
     words = ["runs/mnist", "--model", "train:build", "--mesh", "model=2", "--buckets", "1,8"]
-    asked = asked_of([*words, "--max-body", "1MiB", "--precision", "int8", "--finite"])
+    asked = options_of([*words, "--max-body", "1MiB", "--precision", "int8", "--finite"])
     assert (asked["buckets"], asked["max_body"], asked["finite"]) == ((1, 8), 1 << 20, True)
-    asked = asked_of([*words, "--pad-value=-1", "--in-flight", "1"])
+    asked = options_of([*words, "--pad-value=-1", "--in-flight", "1"])
     assert (asked["pad_value"], asked["in_flight"]) == (-1, 1)
 
 
 def test_a_config_file_gives_options(project):
     (project / "serve.toml").write_text('mesh = "model=2"\n[serve]\nport = 9000\nmax-rows = 8\n')
-    asked = asked_of(["runs/mnist", "--model", "train:build", "--config", "serve.toml"])
+    asked = options_of(["runs/mnist", "--model", "train:build", "--config", "serve.toml"])
     assert (asked["port"], asked["max_rows"], asked["mesh"].size) == (9000, 8, 2)
 
 

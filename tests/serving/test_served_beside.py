@@ -14,7 +14,7 @@ from http_calls import Call
 
 import meshwright as mw
 from meshwright.commands.beside import models_beside
-from meshwright.commands.serve import asked_of
+from meshwright.commands.serve import options_of
 from meshwright.commands.serving import Asked, server_for
 
 ROW = {"x": np.ones([1, 2], "float32")}
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(*words: str) -> Asked:
-    return Asked(**asked_of(words))
+    return Asked(**options_of(words))
 
 
 def test_a_file_names_versions_and_models_with_their_parts_of_the_traffic(folder: Path) -> None:

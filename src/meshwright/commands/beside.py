@@ -16,7 +16,7 @@ import click
 from ..errors import ServingError
 
 if TYPE_CHECKING:
-    from .serving import Asked
+    from .serving import ServeOptions
 
 # Options of one model, beside "run", "version", "share" and "compare".
 _OPTIONS = (
@@ -31,7 +31,7 @@ _OWN = ("run", "version", "share", "compare")
 class Beside:
     """One more model, or version of a model, and its part of the traffic."""
 
-    asked: Asked
+    options: ServeOptions
     share: float | None = None
     compare: float = 0.0
 
@@ -51,8 +51,8 @@ class BesideText(click.ParamType):
         except ValueError as error:
             self.fail(f"expected key=value pairs with commas, or JSON: {error}.", param, ctx)
         if unknown := [key for key in entry if key not in (*_OWN, *_OPTIONS)]:
-            known = ", ".join((*_OWN, *_OPTIONS))
-            self.fail(f"unknown key {', '.join(unknown)}. Known keys: {known}.", param, ctx)
+            names = ", ".join((*_OWN, *_OPTIONS))
+            self.fail(f"unknown key {', '.join(unknown)}. Known keys: {names}.", param, ctx)
         return entry
 
 
@@ -68,27 +68,27 @@ def _pairs(text: str) -> dict[str, str]:
     return {key.strip(): value if joined else "true" for key, joined, value in pairs}
 
 
-def models_beside(asked: Asked) -> tuple[Beside, ...]:
+def models_beside(options: ServeOptions) -> tuple[Beside, ...]:
     """What the entries ask for. Raises :class:`ServingError` for one that cannot be understood."""
-    return tuple(_one(asked, entry) for entry in asked.beside)
+    return tuple(_one(options, entry) for entry in options.beside)
 
 
-def _one(asked: Asked, entry: Mapping[str, Any]) -> Beside:
-    from .serve import asked_of
-    from .serving import Asked
+def _one(options: ServeOptions, entry: Mapping[str, Any]) -> Beside:
+    from .serve import options_of
+    from .serving import ServeOptions
 
-    run = str(entry.get("run", asked.source))
+    run = str(entry.get("run", options.source))
     try:
-        own = Asked(**asked_of([run, *_words(entry)]))
+        own = ServeOptions(**options_of([run, *_words(entry)]))
         share, compare = (_part(entry, name) for name in ("share", "compare"))
     except click.ClickException as error:
         raise ServingError(f"--beside {_text(entry)}: {error.format_message()}") from error
-    said = {_FIELDS.get(key, key.replace("-", "_")) for key in entry if key in _OPTIONS}
-    taken: dict[str, Any] = {name: getattr(own, name) for name in said}
+    fields = {_FIELDS.get(key, key.replace("-", "_")) for key in entry if key in _OPTIONS}
+    values: dict[str, Any] = {name: getattr(own, name) for name in fields}
     is_version = "version" in entry and "name" not in entry
-    name = asked.model_name if is_version else own.model_name
+    name = options.model_name if is_version else own.model_name
     version = str(entry["version"]) if "version" in entry else None
-    whole = replace(asked, **{**taken, "source": own.source, "name": name, "version": version})
+    whole = replace(options, **{**values, "source": own.source, "name": name, "version": version})
     return Beside(replace(whole, beside=()), share, compare or 0.0)
 
 

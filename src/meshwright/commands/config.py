@@ -33,11 +33,11 @@ def _take(ctx: click.Context, _parameter: click.Parameter, path: Path | None) ->
     here = _keys(ctx.command)
     _refuse(shared, {*every, *commands}, place, ctx)
     _refuse(own, here, f"{place}, table {ctx.info_name!r}", ctx)
-    said = {_key(key): value for key, value in {**shared, **own}.items()}
+    values = {_key(key): value for key, value in {**shared, **own}.items()}
     ctx.default_map = {
-        str(param.name): _value(param, said[key], f"{place}: {key!r}")
+        str(param.name): _value(param, values[key], f"{place}: {key!r}")
         for key, param in here.items()
-        if key in said
+        if key in values
     }
 
 
@@ -76,9 +76,9 @@ def _refuse(table: Mapping[str, Any], keys: Iterable[str], place: str, ctx: clic
     keys = sorted(keys)
     if unknown := [key for key in table if _key(key) not in keys]:
         near = difflib.get_close_matches(unknown[0], keys, n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
+        advice = f" Did you mean {near[0]!r}?" if near else ""
         raise click.UsageError(
-            f"{place}: unknown key {', '.join(map(repr, unknown))}.{meant} "
+            f"{place}: unknown key {', '.join(map(repr, unknown))}.{advice} "
             f"Known keys: {', '.join(keys)}.",
             ctx,
         )

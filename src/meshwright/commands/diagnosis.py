@@ -116,16 +116,16 @@ class Diagnosis:
     @property
     def command(self) -> str | None:
         """The pip command that repairs required packages; ``None`` if none is missing or broken."""
-        wanted = [
+        missing = [
             package.requirement
             for package in self.packages
             if package.required and package.is_amiss
         ]
         quoted = (
             f'"{requirement}"' if re.search(r"[^\w.-]", requirement) else requirement
-            for requirement in wanted
+            for requirement in missing
         )
-        return f"pip install {' '.join(quoted)}" if wanted else None
+        return f"pip install {' '.join(quoted)}" if missing else None
 
     @property
     def optional_command(self) -> str | None:
@@ -230,10 +230,10 @@ def _range_fault(requirement: str, version: str) -> str:
         from packaging.requirements import Requirement
     except ImportError:  # it comes with Keras; without Keras there is a greater fault than this
         return ""
-    wanted = Requirement(requirement).specifier
-    if wanted.contains(version, prereleases=True):
+    specifier = Requirement(requirement).specifier
+    if specifier.contains(version, prereleases=True):
         return ""
-    return f"{version} is installed; {wanted} is required"
+    return f"{version} is installed; {specifier} is required"
 
 
 def _requirements() -> list[tuple[str, str]]:
@@ -290,8 +290,8 @@ def _pool_notes() -> list[str]:
 
 
 def _gpu_notes(devices: list[Device]) -> list[str]:
-    seen = any(device.platform in ("gpu", "cuda") for device in devices)
-    if seen or not _NVIDIA_DRIVER.exists():
+    is_visible = any(device.platform in ("gpu", "cuda") for device in devices)
+    if is_visible or not _NVIDIA_DRIVER.exists():
         return []
     return [
         "this machine has an NVIDIA driver, but JAX sees no GPU: "

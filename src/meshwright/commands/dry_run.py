@@ -154,9 +154,9 @@ def dry_run(
         os.environ["MESHWRIGHT_CACHE"] = "off"
     from ..display.text.columns import print_text
     from ..planning.lock import lock_of
-    from .planning import Asked, checked, run, run_here, run_serving
+    from .planning import DryRunOptions, checked, run, run_here, run_serving
 
-    asked = Asked(
+    request = DryRunOptions(
         build,
         target,
         mesh,
@@ -167,27 +167,27 @@ def dry_run(
         compile=not no_compile,
     )
     if serve:
-        serving = run_serving(asked, rows or (1, 8, 32), timeout)
+        serving = run_serving(request, rows or (1, 8, 32), timeout)
         print_text(serving)
         if qps is not None:
             print_text(serving.devices_for(qps, None if p99_ms is None else p99_ms / 1e3))
         if price is not None and (costs := serving.price_per_million(price)) is not None:
             print_text(f"a million rows cost {costs:.4g}")
         raise SystemExit(1 if serving.fits is False else 0)
-    here = run_here(asked, timeout, html) if measure else (run(asked, timeout, html), None)
+    here = run_here(request, timeout, html) if measure else (run(request, timeout, html), None)
     report, beside = here
-    shown: list[object] = [report]
+    sections: list[object] = [report]
     if price is not None:
-        shown.append(report.price(price))
+        sections.append(report.price(price))
     if trace is not None:
         report.save_trace(trace)
     if beside is not None:
-        shown.append(beside)
+        sections.append(beside)
     is_worse = False
     if before is not None:
         changes, is_worse = checked(report, before, tolerance)
-        shown.append(changes)
-    print_text(*shown)
+        sections.append(changes)
+    print_text(*sections)
     if save is not None:
         lock_of(report).save(save)
     raise SystemExit(1 if is_worse or report.fits is False else 0)

@@ -49,8 +49,8 @@ def _lines_of(error: Exception) -> list[str]:
 
     frames = [f"  {line}" for line in user_lines(error)]
     way_out = ["(--traceback shows the whole traceback)"]
-    said = f"{type(error).__name__}: {error}".rstrip(": ")
-    return [said, *notes, *frames, *way_out] if frames else []
+    headline = f"{type(error).__name__}: {error}".rstrip(": ")
+    return [headline, *notes, *frames, *way_out] if frames else []
 
 
 class Command(click.Command):
@@ -68,8 +68,8 @@ class Command(click.Command):
         if len(faults) == 1:
             raise faults[0]
         if faults:
-            said = "".join(f"\n  {fault.format_message()}" for fault in faults)
-            raise click.UsageError(f"{len(faults)} invalid parameters:{said}", ctx)
+            messages = "".join(f"\n  {fault.format_message()}" for fault in faults)
+            raise click.UsageError(f"{len(faults)} invalid parameters:{messages}", ctx)
         return rest
 
 
@@ -99,8 +99,8 @@ class Argument(_Collected, click.Argument):
 
 def option(*names: str, **how: Any) -> Any:
     """``click.option`` for a :class:`Command`; its help shows the default that is given."""
-    shown = {"show_default": how.get("default") not in (None, "")}
-    return click.option(*names, cls=Option, **{**shown, **how})
+    settings = {"show_default": how.get("default") not in (None, "")}
+    return click.option(*names, cls=Option, **{**settings, **how})
 
 
 def argument(*names: str, **how: Any) -> Any:

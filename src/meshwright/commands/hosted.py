@@ -11,8 +11,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .serve import asked_of
-from .serving import Asked, app_for, server_for
+from .serve import options_of
+from .serving import ServeOptions, app_for, server_for
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def app_of(words: Sequence[str]) -> Starlette:
     """The app for the words of ``meshwright serve``, for a host of ASGI apps."""
-    return app_for(Asked(**asked_of(words)))
+    return app_for(ServeOptions(**options_of(words)))
 
 
 def _load_pyfunc(path: str) -> _Pyfunc:
@@ -28,17 +28,17 @@ def _load_pyfunc(path: str) -> _Pyfunc:
     import yaml
 
     record = yaml.safe_load((Path(path) / "MLmodel").read_text(encoding="utf-8"))
-    return _Pyfunc(Asked(**asked_of(record["metadata"]["arguments"])))
+    return _Pyfunc(ServeOptions(**options_of(record["metadata"]["arguments"])))
 
 
 class _Pyfunc:
     """A model as MLflow calls it; requests of several threads share batches."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, options: ServeOptions) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._name = asked.model_name
-        self._server = server_for(asked)
+        self._name = options.model_name
+        self._server = server_for(options)
         self._wait(self._server.start())
 
     def predict(self, model_input: Any, params: Any = None) -> Any:

@@ -233,8 +233,8 @@ def _job(
     """The job that --write prints."""
     from ..launch.manifests import Job
 
-    asked = options["max_restarts"]
-    restarts = {} if asked is None else {"max_restarts": asked}
+    max_restarts = options["max_restarts"]
+    restarts = {} if max_restarts is None else {"max_restarts": max_restarts}
     return Job(
         program,
         options["nodes"][1],
@@ -292,21 +292,21 @@ def _refuse_without(ctx: click.Context, names: tuple[str, ...], needed: str) -> 
         raise click.UsageError(f"{typed}: only valid with {needed}.", ctx)
 
 
-def _refuse_with(ctx: click.Context, names: tuple[str, ...], chosen: str) -> None:
+def _refuse_with(ctx: click.Context, names: tuple[str, ...], mode: str) -> None:
     """Options of the command line that mean nothing beside another one."""
     if typed := _typed(ctx, names):
-        raise click.UsageError(f"{typed}: not supported with {chosen}.", ctx)
+        raise click.UsageError(f"{typed}: not supported with {mode}.", ctx)
 
 
 def _check_one_number(
     ctx: click.Context,
-    chosen: str,
+    mode: str,
     processes: tuple[int, int] | None,
     nodes: tuple[int, int] = (1, 1),
 ) -> None:
     for name, value in (("--processes", processes), ("--nodes", nodes)):
         if value is not None and value[0] < value[1]:
-            raise click.UsageError(f"{name} must be one number with {chosen}.", ctx)
+            raise click.UsageError(f"{name} must be one number with {mode}.", ctx)
 
 
 def _as_typed(ctx: click.Context, names: tuple[str, ...]) -> list[str]:

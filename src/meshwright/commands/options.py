@@ -47,12 +47,12 @@ def mesh_option(purpose: str, required: bool = False) -> Any:
     return option("--mesh", type=MeshText(), required=required, metavar="MESH", help=purpose)
 
 
-def strategy_option(**taken: str) -> Any:
+def strategy_option(**options: str) -> Any:
     """``--option name=value``, but for the names that are options of the command."""
     return option(
         "--option",
         "options",
-        type=OptionText(taken),
+        type=OptionText(options),
         multiple=True,
         metavar="NAME=VALUE",
         help="A further argument of the strategy, as JSON: accumulate=4, remat=block, batch=data. "

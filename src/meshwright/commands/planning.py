@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..planning.serving import ServingReport
 
 
-class Asked(NamedTuple):
+class DryRunOptions(NamedTuple):
     """The options of ``meshwright dry-run``."""
 
     build: str
@@ -48,7 +48,7 @@ class Asked(NamedTuple):
     compile: bool = True
 
 
-def run(request: Asked, timeout_s: float, html_path: Path | None = None) -> DryRun:
+def run(request: DryRunOptions, timeout_s: float, html_path: Path | None = None) -> DryRun:
     """The dry run of the model that ``build`` makes, on a mesh over all devices of a target.
 
     The report is written to ``html_path``, too, as a page for a browser.
@@ -57,7 +57,7 @@ def run(request: Asked, timeout_s: float, html_path: Path | None = None) -> DryR
 
 
 def run_here(
-    request: Asked, timeout_s: float, html_path: Path | None = None
+    request: DryRunOptions, timeout_s: float, html_path: Path | None = None
 ) -> tuple[DryRun, Comparison]:
     """The same for a CPU target, by the numbers of this machine, and beside it the step as it runs.
 
@@ -78,7 +78,7 @@ def run_here(
     return report, report.beside(measure(case.model, case.batch, strategy=strategy))
 
 
-def run_serving(request: Asked, rows: Sequence[int], timeout_s: float) -> ServingReport:
+def run_serving(request: DryRunOptions, rows: Sequence[int], timeout_s: float) -> ServingReport:
     """What serving the model takes for batches of these sizes; the layouts are those of training,
     without what only that needs."""
     from ..frontends.dry_runs import dry_serve
@@ -137,7 +137,7 @@ class _Case(NamedTuple):
             progress.end()
 
 
-def _case(request: Asked, here: bool = False) -> _Case:
+def _case(request: DryRunOptions, here: bool = False) -> _Case:
     """What the options of the command mean; with ``here`` the devices are made, too."""
     build, target, mesh, layouts, zero, batch_size, options, compile = request
     mesh = mesh or Mesh({"batch": target.num_devices})

@@ -182,17 +182,17 @@ def serve(
 
     Only this machine can reach the server unless --host says otherwise.
     """
-    from .serving import Asked, run, write
+    from .serving import ServeOptions, run, write
 
-    asked = Asked(layouts=dict(chain(*layouts)), options=dict(options), **how)
+    served = ServeOptions(layouts=dict(chain(*layouts)), options=dict(options), **how)
     if platform is None:
-        run(asked)
+        run(served)
         return
-    for path in write(asked, platform, folder, image, _passed_on(ctx)):
+    for path in write(served, platform, folder, image, _passed_on(ctx)):
         click.echo(path)
 
 
-def asked_of(words: Sequence[str]) -> Mapping[str, Any]:
+def options_of(words: Sequence[str]) -> Mapping[str, Any]:
     """The parameters of the command for these words, as a program of a platform needs them."""
     with serve.make_context("serve", list(words)) as ctx:
         left_out = ("platform", "folder", "image")
@@ -203,17 +203,17 @@ def asked_of(words: Sequence[str]) -> Mapping[str, Any]:
 
 def _passed_on(ctx: click.Context) -> tuple[str, ...]:
     """The words of the command line, but for those that the platform itself says."""
-    said = {
+    by_name = {
         word: param.is_flag if isinstance(param, click.Option) else False
         for param in ctx.command.params
         if param.name in _OF_THE_PLATFORM
         for word in param.opts
     }
-    words, kept = iter(ctx.meta[WORDS]), []
+    words, result = iter(ctx.meta[WORDS]), []
     for word in words:
         name, joined, _ = word.partition("=")
-        if name not in said:
-            kept.append(word)
-        elif not joined and not said[name]:
+        if name not in by_name:
+            result.append(word)
+        elif not joined and not by_name[name]:
             next(words)
-    return tuple(kept)
+    return tuple(result)

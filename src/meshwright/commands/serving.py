@@ -29,7 +29,7 @@ _OF_STEPS = ("accumulate", "remat", "sums", "local")  # options that only traini
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServeOptions:
     """The options of ``meshwright serve``."""
 
     source: Path
@@ -75,7 +75,7 @@ class Asked:
         return path.parent.name if path.stem.isdigit() else path.stem
 
 
-def run(asked: Asked) -> None:
+def run(options: ServeOptions) -> None:
     """Serve until SIGTERM. What can be wrong with the options is found before JAX starts.
 
     In a group of processes rank 0 takes requests, and the others compute with it. A server that
@@ -84,63 +84,63 @@ def run(asked: Asked) -> None:
     _require()
     member = join()
     if member is not None and member.rank > 0:
-        _follow(asked)
+        _follow(options)
         return
-    if asked.warm_up:
-        with server_for(asked) as server:
+    if options.warm_up:
+        with server_for(options) as server:
             print(f"compiled: {server!r}")
         return
     from ..serving.http.run import run as run_app
 
-    run_app(lambda: app_for(asked), _listening(asked))
+    run_app(lambda: app_for(options), _listening(options))
 
 
-def _listening(asked: Asked) -> Listening:
+def _listening(options: ServeOptions) -> Listening:
     from ..serving.http.run import Listening
 
     return Listening(
-        asked.host,
-        asked.port,
-        asked.fd,
-        asked.tls_certificate,
-        asked.tls_key,
-        asked.drain,
-        asked.timeout,
+        options.host,
+        options.port,
+        options.fd,
+        options.tls_certificate,
+        options.tls_key,
+        options.drain,
+        options.timeout,
     )
 
 
-def _follow(asked: Asked) -> None:
+def _follow(options: ServeOptions) -> None:
     """Compute with rank 0 until it ends; a SIGTERM to all of the group is for rank 0 to drain."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    server = server_for(asked)
+    server = server_for(options)
     server.load()
     server.work()
 
 
-def app_for(asked: Asked) -> Starlette:
+def app_for(options: ServeOptions) -> Starlette:
     """The app of these options; it starts the model when its lifespan does."""
     _require()
     from ..serving.http.app import serving_app
     from ..serving.http.keys import read_keys
     from ..serving.http.limits import Limits
 
-    keys = read_keys(asked.api_keys) if asked.api_keys else ()
+    keys = read_keys(options.api_keys) if options.api_keys else ()
     limits = Limits(
-        body_bytes=asked.max_body,
-        text_bytes=min(asked.max_body, Limits.text_bytes),
-        pending_bytes=max(Limits.pending_bytes, 2 * asked.max_body),
-        request_s=asked.timeout,
+        body_bytes=options.max_body,
+        text_bytes=min(options.max_body, Limits.text_bytes),
+        pending_bytes=max(Limits.pending_bytes, 2 * options.max_body),
+        request_s=options.timeout,
     )
-    if asked.grpc_port is not None:
+    if options.grpc_port is not None:
         for module in ("grpc", "tritonclient.grpc"):
             require(module, ServingError, "gRPC takes tritonclient and grpcio", "grpc")
-    app = serving_app(server_for(asked), limits=limits, keys=keys)
-    if asked.grpc_port is not None:
+    app = serving_app(server_for(options), limits=limits, keys=keys)
+    if options.grpc_port is not None:
         from ..serving.http.rpc import with_rpc
 
-        listening = replace(_listening(asked), port=asked.grpc_port, fd=None)
+        listening = replace(_listening(options), port=options.grpc_port, fd=None)
         with_rpc(app, listening, limits=limits, keys=keys)
-    if asked.telemetry:
+    if options.telemetry:
         from ..serving.http.telemetry import traced
 
         traced(app)
@@ -148,27 +148,27 @@ def app_for(asked: Asked) -> Starlette:
 
 
 def write(
-    asked: Asked, platform: str, folder: Path, image: str, words: Sequence[str]
+    options: ServeOptions, platform: str, folder: Path, image: str, words: Sequence[str]
 ) -> tuple[Path, ...]:
     """Write the files of a platform, or the model in a format that needs no Meshwright."""
     from ..serving.exporting import FORMATS, export
 
     if platform in FORMATS:
-        server = server_for(asked)
+        server = server_for(options)
         model: Any = server.model(server.names()[0])
         return export(model, folder, platform)
     from importlib.metadata import version
 
     from ..serving.platforms import Deployment, memory_for, write_files
 
-    name = asked.name or re.sub(r"[^a-z0-9]+", "-", asked.model_name.lower()).strip("-")
+    name = options.name or re.sub(r"[^a-z0-9]+", "-", options.model_name.lower()).strip("-")
     deployment = Deployment(
         name,
         tuple(words),
         version("meshwright"),
         image,
-        devices=_mesh_size(asked),
-        memory_gib=memory_for(_weight_bytes(asked.source)),
+        devices=_mesh_size(options),
+        memory_gib=memory_for(_weight_bytes(options.source)),
     )
     return write_files(platform, deployment, folder)
 
@@ -187,93 +187,93 @@ def _weight_bytes(source: Path) -> int:
     return replace(info, arrays=weights).nbytes
 
 
-def _mesh_size(asked: Asked) -> int:
-    mesh = _mesh_of(asked)
+def _mesh_size(options: ServeOptions) -> int:
+    mesh = _mesh_of(options)
     return mesh.size if mesh else 1
 
 
-def _mesh_of(asked: Asked) -> Mesh | None:
-    plan = _plan(asked)
-    return asked.mesh if plan is None else plan.mesh
+def _mesh_of(options: ServeOptions) -> Mesh | None:
+    plan = _plan(options)
+    return options.mesh if plan is None else plan.mesh
 
 
 def _require() -> None:
     require("uvicorn", ServingError, "serving takes Starlette and uvicorn", "serve")
 
 
-def server_for(asked: Asked) -> Any:
+def server_for(options: ServeOptions) -> Any:
     """The server of the model, and of those beside it, on meshes of their own."""
     from ..serving.server import Server
 
-    beside = models_beside(asked)
-    _make_devices([_mesh_of(each) for each in (asked, *(one.asked for one in beside))])
+    beside = models_beside(options)
+    _make_devices([_mesh_of(own) for own in (options, *(one.options for one in beside))])
     server = Server()
-    server.add(**_model(asked))
+    server.add(**_model(options))
     for one in beside:
-        server.add(**_model(one.asked), share=one.share, compare=one.compare)
+        server.add(**_model(one.options), share=one.share, compare=one.compare)
     return server
 
 
-def _model(asked: Asked) -> dict[str, Any]:
+def _model(options: ServeOptions) -> dict[str, Any]:
     """One model, as :meth:`mw.Server.add` takes it."""
-    plan = _plan(asked)
-    how = {"name": asked.model_name, "version": asked.version, **_engine_options(asked)}
-    if asked.sample is not None:
-        how["sample"] = _sample(asked)
-    if asked.source.suffix == ".keras":
-        if asked.build is not None:
-            raise ServingError(f"{asked.source} holds its model: leave --model out.")
-        case = Case(None, None, asked.layouts, asked.options)
-        return {"model": asked.source, "strategy": plan or _strategy(asked, case), **how}
-    if asked.build is None:
+    plan = _plan(options)
+    how = {"name": options.model_name, "version": options.version, **_engine_options(options)}
+    if options.sample is not None:
+        how["sample"] = _sample(options)
+    if options.source.suffix == ".keras":
+        if options.build is not None:
+            raise ServingError(f"{options.source} holds its model: leave --model out.")
+        case = Case(None, None, options.layouts, options.options)
+        return {"model": options.source, "strategy": plan or _strategy(options, case), **how}
+    if options.build is None:
         raise ServingError(
-            f"{asked.source} holds weights, not the model: name the function that builds it, "
+            f"{options.source} holds weights, not the model: name the function that builds it, "
             "--model train:build."
         )
     from .planning import built_case
 
-    case = built_case(asked.build, asked.layouts, asked.options, needs_batch=False)
+    case = built_case(options.build, options.layouts, options.options, needs_batch=False)
     return {
         "build": lambda: case.model if case.batch is None else (case.model, case.batch),
-        "checkpoint": asked.source,
-        "strategy": plan or _strategy(asked, case),
+        "checkpoint": options.source,
+        "strategy": plan or _strategy(options, case),
         **how,
     }
 
 
-def _sample(asked: Asked) -> Mapping[str, Any]:
+def _sample(options: ServeOptions) -> Mapping[str, Any]:
     """The inputs of ``--sample``, by name."""
     import numpy as np
 
-    if asked.precision is None:
+    if options.precision is None:
         raise ServingError("--sample compares answers with and without --precision: name one.")
-    assert asked.sample is not None
+    assert options.sample is not None
     try:
-        with np.load(asked.sample, allow_pickle=False) as arrays:
+        with np.load(options.sample, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (ValueError, OSError, AttributeError, zipfile.BadZipFile) as error:
         raise ServingError(
-            f"{asked.sample} is not a file of arrays by name: {error}. Write it by numpy.savez."
+            f"{options.sample} is not a file of arrays by name: {error}. Write it by numpy.savez."
         ) from error
 
 
-def _plan(asked: Asked) -> Plan | None:
+def _plan(options: ServeOptions) -> Plan | None:
     """The plan that is served by; it decides what these options say otherwise."""
-    if asked.plan is None:
+    if options.plan is None:
         return None
     own = {
-        "--mesh": asked.mesh,
-        "--layout": asked.layouts,
-        "--option": asked.options,
-        "--pipeline": asked.pipeline,
+        "--mesh": options.mesh,
+        "--layout": options.layouts,
+        "--option": options.options,
+        "--pipeline": options.pipeline,
     }
     if both := [name for name, value in own.items() if value]:
         raise ServingError(
-            f"--plan {asked.plan} has mesh and layouts of its own: leave {', '.join(both)} out."
+            f"--plan {options.plan} has mesh and layouts of its own: leave {', '.join(both)} out."
         )
     from ..planning.search.plan import Plan
 
-    return Plan.load(asked.plan)
+    return Plan.load(options.plan)
 
 
 def _make_devices(meshes: Sequence[Mesh | None]) -> None:
@@ -296,19 +296,19 @@ def _make_devices(meshes: Sequence[Mesh | None]) -> None:
         )
 
 
-def _strategy(asked: Asked, case: Case) -> Any:
+def _strategy(options: ServeOptions, case: Case) -> Any:
     """The strategy of the case, by stages where that is asked for."""
-    if (axis := asked.pipeline) is not None:
-        if asked.mesh is None or axis not in asked.mesh:
-            size = "no mesh was given" if asked.mesh is None else f"the mesh is {asked.mesh}"
+    if (axis := options.pipeline) is not None:
+        if options.mesh is None or axis not in options.mesh:
+            size = "no mesh was given" if options.mesh is None else f"the mesh is {options.mesh}"
             raise ServingError(f"--pipeline {axis}: {size}. Add the axis: --mesh {axis}=2.")
-        stages = Pipeline(axis, micro_batches=asked.mesh[axis])
-        kept = {name: v for name, v in case.options.items() if name not in _OF_STEPS}
-        case = replace(case, options={**kept, "pipeline": stages})
-    return strategy_of(case, asked.mesh)
+        stages = Pipeline(axis, micro_batches=options.mesh[axis])
+        case_options = {name: v for name, v in case.options.items() if name not in _OF_STEPS}
+        case = replace(case, options={**case_options, "pipeline": stages})
+    return strategy_of(case, options.mesh)
 
 
-def strategy_of(case: Case, asked: Mesh | None) -> Any:
+def strategy_of(case: Case, mesh: Mesh | None) -> Any:
     """The layouts of the model on a mesh of the first devices.
 
     Rows are whole where it has no axis ``batch``. Without a mesh they are those of one device,
@@ -319,7 +319,7 @@ def strategy_of(case: Case, asked: Mesh | None) -> Any:
     from ..layouts.mesh import create_mesh
     from .planning import strategy_on
 
-    axes = dict(asked.axes) if asked else dict.fromkeys(axes_named(case), 1)
+    axes = dict(mesh.axes) if mesh else dict.fromkeys(axes_named(case), 1)
     axes = axes or {"batch": 1}
     mesh = create_mesh(axes, jax.devices()[: Mesh(axes).size])
     if "batch" not in case.options and "batch" not in mesh:
@@ -327,18 +327,18 @@ def strategy_of(case: Case, asked: Mesh | None) -> Any:
     return strategy_on(case, mesh)
 
 
-def _engine_options(asked: Asked) -> dict[str, Any]:
+def _engine_options(options: ServeOptions) -> dict[str, Any]:
     """The options of the engine, without those that were not given."""
-    given = {
-        "max_rows": asked.max_rows or (asked.buckets[-1] if asked.buckets else None),
-        "buckets": asked.buckets,
-        "lengths": asked.lengths,
-        "wait_s": asked.wait,
-        "pad_value": asked.pad_value,
-        "in_flight": asked.in_flight,
-        "queue_rows": asked.queue_rows,
-        "finite": asked.finite or None,
-        "precision": asked.precision,
-        "follow_s": asked.reload,
+    values = {
+        "max_rows": options.max_rows or (options.buckets[-1] if options.buckets else None),
+        "buckets": options.buckets,
+        "lengths": options.lengths,
+        "wait_s": options.wait,
+        "pad_value": options.pad_value,
+        "in_flight": options.in_flight,
+        "queue_rows": options.queue_rows,
+        "finite": options.finite or None,
+        "precision": options.precision,
+        "follow_s": options.reload,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}

@@ -125,18 +125,18 @@ def _all_drawn(
     tensors: Sequence[tuple[str, str, str]], mesh: Mesh, itemsize: int
 ) -> tuple[Drawn, ...]:
     """All the tensors, or one error that names all their faults."""
-    drawn, faults = [], []
+    sheets, faults = [], []
     for name, dims, layout in tensors:
         try:
-            drawn.append(_drawn(name, dims, layout, mesh, itemsize))
+            sheets.append(_sheet(name, dims, layout, mesh, itemsize))
         except LayoutError as error:
             faults.append(str(error))
     if faults:
         raise LayoutError("\n".join(faults))
-    return tuple(drawn)
+    return tuple(sheets)
 
 
-def _drawn(name: str, dims_text: str, layout_text: str, mesh: Mesh, itemsize: int) -> Drawn:
+def _sheet(name: str, dims_text: str, layout_text: str, mesh: Mesh, itemsize: int) -> Drawn:
     from ..display.drawing import Drawn
     from ..layouts.layout import Layout
 

@@ -106,15 +106,15 @@ class OptionText(_Read):
 
     name = "name=value"
 
-    def __init__(self, taken: Mapping[str, str]) -> None:
-        self._taken = taken
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._options = options
 
     def read(self, text: str) -> tuple[str, Any]:
         name, sign, value = text.partition("=")
         if not (sign and name.isidentifier()):
             self.fail(f"expected name=value, such as zero=3; received {text!r}.")
-        if name in self._taken:
-            self.fail(f"{name!r} has an option of its own: {self._taken[name]}.")
+        if name in self._options:
+            self.fail(f"{name!r} has an option of its own: {self._options[name]}.")
         try:
             return name, json.loads(value)
         except json.JSONDecodeError:

@@ -52,8 +52,8 @@ class GraphTensor:
 class Joint:
     """Two dims that one operation takes for the same, and that are two because a tensor has both.
 
-    If they lie along different axes, ``tensor`` is moved there from the layout of ``source`` to that
-    of ``target``.
+    If they lie along different axes, ``tensor`` is moved there from the layout of ``source`` to
+    that of ``target``.
     """
 
     tensor: int

@@ -25,7 +25,7 @@ Clashes = frozenset[tuple[int, int]]
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """Rows of sets of axes, a column per unit; ``rows_of`` has each row's place in joined tables."""
+    """Rows of sets of axes, a column per unit; ``rows_of`` is each row's place in joined tables."""
 
     units: tuple[int, ...]
     rows: np.ndarray

@@ -388,7 +388,5 @@ def _notes(
         notes.append("data parallel is left out: the batch does not divide")
     if not result.is_proven:
         notes.append("the search stopped at its time limit; raise limit_s= to search further")
-    notes.append(
-        "estimate without overlap of compute and communication; a dry run is more precise"
-    )
+    notes.append("estimate without overlap of compute and communication; a dry run is more precise")
     return tuple(notes)
