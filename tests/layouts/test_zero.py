@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwright as mw
+from meshwright.jaxprs.edits import equations
 from meshwright.jaxprs.flops import model_flops
 from meshwright.layouts.zero import SMALL_ELEMENTS, TILE, share_out
 from meshwright.planning.abstract_step import of_program
+from meshwright.step.accumulate import accumulating_in
 from meshwright.step.platform import tracing_for
 
 MESH = mw.Mesh({"batch": 4, "model": 2})
@@ -164,9 +166,10 @@ def test_selective_recompute_keeps_products_with_weights_and_drops_the_scores(ze
     assert products("block") > products("selective")
 
 
-def test_a_block_waits_for_its_gradients_on_tpus_where_products_are_kept() -> None:
-    """XLA for TPU may else compute those of all blocks last, and hold what they read till then; and
-    what waits for what changes no number."""
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_block_waits_for_its_gradients(zero: int) -> None:
+    """XLA for GPUs, and for TPUs where products are kept, may else compute those of all blocks
+    last, and hold what they read till then; and what waits for what changes no number."""
     params = {name: jax.random.normal(jax.random.key(i), (64, 64)) for i, name in enumerate("abc")}
     rows = jax.random.normal(jax.random.key(3), (8, 64))
 
@@ -176,20 +179,62 @@ def test_a_block_waits_for_its_gradients_on_tpus_where_products_are_kept() -> No
         return jnp.mean(x**2)
 
     program = mw.jax_program(loss, params, optax.sgd(0.1))
-    placement = mw.Placement.of(mw.create_mesh({"batch": 4}, devices=jax.devices()[:4]), zero=3)
+    mesh = mw.create_mesh({"batch": 4}, devices=jax.devices()[:4])
+    placement = mw.Placement.of(mesh, zero=zero)
 
     def barriers(platform: str, remat: str) -> int:
         step = of_program(program, jax.typeof(rows), placement, mw.StepOptions(remat=remat))
         with tracing_for(platform):
             return str(jax.make_jaxpr(step.train_step)(step.state, step.batch)).count("barrier")
 
-    assert barriers("tpu", "selective") == barriers("cuda", "selective") + 2  # the first block's
-    assert barriers("tpu", "block") == barriers("cuda", "block")  # input needs no gradient
+    more = {  # the first block's input needs no gradient
+        (platform, remat): barriers(platform, remat) - barriers("cpu", remat)
+        for platform in ("cuda", "tpu")
+        for remat in ("selective", "block", "none")
+    }
+    on_tpus = {("tpu", "selective")} if zero == 3 else set[tuple[str, str]]()
+    waits = {("cuda", "selective"), ("cuda", "block")} | on_tpus
+    assert more == {way: 2 if way in waits else 0 for way in more}
 
-    def trained(platform: str) -> dict[str, Any]:
-        trainer = mw.Trainer(program, placement, mw.StepOptions(remat="selective"))
+    def trained(platform: str, remat: str) -> dict[str, Any]:
+        trainer = mw.Trainer(program, placement, mw.StepOptions(remat=remat))
         with tracing_for(platform):
             state, _ = trainer.train(trainer.init(), [rows, rows])
         return jax.tree.map(np.asarray, state.params)
 
-    jax.tree.map(np.testing.assert_array_equal, trained("tpu"), trained("cpu"))
+    for platform, remat in waits:
+        jax.tree.map(np.testing.assert_array_equal, trained(platform, remat), trained("cpu", remat))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_block_waits_for_each_devices_part_of_a_gradient(accumulate: int) -> None:
+    """Sums over devices are after it. They travel in the type that they are computed in, but for
+    what micro-batches add up."""
+
+    def loss(params: dict[str, Any], x: Any) -> Any:
+        for name in ("a", "b", "c"):
+            x = mw.block_output(jnp.tanh(x @ params[name].astype("bfloat16")))
+        return jnp.mean(x.astype("float32") ** 2)
+
+    params = {name: jax.ShapeDtypeStruct((512, 512), "float32") for name in "abc"}
+    program = mw.jax_program(loss, params, optax.sgd(0.1))
+    rows = jax.ShapeDtypeStruct((64, 512), "bfloat16")
+    how = mw.StepOptions(remat="block", accumulate=accumulate)
+    step = of_program(program, rows, mw.Placement.of(mw.Mesh({"batch": 4})), how)
+    with tracing_for("cuda"), accumulating_in("in a loop"):
+        traced = list(equations(jax.make_jaxpr(step.train_step)(step.state, step.batch)))
+
+    part, dtype = (4, 512, 512), "bfloat16" if accumulate == 1 else "float32"
+    waited = [
+        var.aval
+        for eqn in traced
+        if eqn.primitive.name == "optimization_barrier"
+        for var in eqn.outvars
+    ]
+    assert [aval.dtype.name for aval in waited if aval.shape == part] == [dtype] * 2
+    summed = [
+        eqn.invars[0].aval
+        for eqn in traced
+        if eqn.primitive.name in ("reduce_sum", "reduce") and eqn.invars[0].aval.shape == part
+    ]
+    assert [aval.dtype.name for aval in summed] == [dtype] * 3

@@ -67,6 +67,7 @@ class _Micro:
         gradient, sharing = self.gradient(self.program, share), self.sharing
         if sharing.level < 2:
             gradient = sharing.in_parts(gradient, batch, times)
+            gradient = gradient if times else sharing.leaving_in_turn(gradient)
         elif sharing.level == 2 and times:
             # In a loop XLA would add up whole gradients and move the reduce-scatter behind it.
             gradient = sharing.in_parts(gradient, batch, narrow=True)

@@ -173,7 +173,7 @@ class Assembly:
     @functools.cached_property
     def sharing(self) -> Sharing:
         """What ZeRO shares out."""
-        return Sharing.of(self.placement, self.program.params, self.how.sums)
+        return Sharing.of(self.placement, self.program.params, self.how.sums, self.how.remat)
 
     @functools.cached_property
     def batch_layouts(self) -> BatchLayouts:

@@ -160,6 +160,13 @@ def sum_parts(gradient: Any, ndim: int) -> Any:
     return gradient.sum(0) if gradient.ndim > ndim else gradient
 
 
+def sum_narrow(gradient: Any) -> Any:
+    """The sum of parts, which travel in the type that they have: ``sum`` widens bfloat16 first."""
+    import jax
+
+    return jax.lax.reduce(gradient, jax.numpy.zeros((), gradient.dtype), jax.lax.add, (0,))
+
+
 def scatter_parts(
     gradient: Any, mesh: Any, axes: tuple[str, ...], dim: int, lies: Sequence[tuple[str, ...]]
 ) -> Any:

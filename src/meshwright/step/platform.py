@@ -22,6 +22,16 @@ def traced_for() -> str:
     return _platform.get() or jax.default_backend()
 
 
+def traced_for_gpu() -> bool:
+    """Whether it is traced for GPUs, which JAX and targets call otherwise.
+
+    >>> with tracing_for("cuda"):
+    ...     traced_for_gpu()
+    True
+    """
+    return traced_for() in ("gpu", "cuda", "rocm")
+
+
 def tracing_for(platform: str) -> contextlib.AbstractContextManager[None]:
     """Trace as for devices of this kind, whatever the present ones are."""
     return scoped(_platform, platform)

@@ -14,8 +14,9 @@ from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from .compressing import UNSENT, sum_compressed
 from .gradient import Gradient
-from .parts import Pieces, in_parts, scatter_parts, sum_parts
-from .platform import traced_for
+from .leaving import leaving_in_turn
+from .parts import Pieces, in_parts, scatter_parts, sum_narrow, sum_parts
+from .platform import traced_for, traced_for_gpu
 from .remat import BY_BLOCK, blocks, policy_of, recomputing
 from .remat_stretches import GATHERED, Cut, Equations, Stretch, but_gathered, in_stretches
 from .summing import GradientSum, sum_flat, way_of
@@ -27,7 +28,8 @@ class Sharing:
 
     Both map paths to :class:`~meshwright.Layout`; ``level`` is that of ZeRO, ``mesh`` and ``axes``
     say over what the rows of a batch are split. Without ZeRO, gradients are summed ``by`` flat
-    vectors, or where it is ``None`` as XLA sums them.
+    vectors, or where it is ``None`` as XLA sums them. ``by_block`` says whether blocks are computed
+    again one by one.
     """
 
     level: int
@@ -36,6 +38,7 @@ class Sharing:
     mesh: Any = None
     axes: tuple[str, ...] = ()
     by: GradientSum | None = None
+    by_block: bool = False
 
     @property
     def pieces(self) -> int:
@@ -48,11 +51,17 @@ class Sharing:
         return cls(0, {}, {})
 
     @classmethod
-    def of(cls, placement: Placement, params: tuple[ParamInfo, ...], sums: Any = None) -> Sharing:
+    def of(
+        cls,
+        placement: Placement,
+        params: tuple[ParamInfo, ...],
+        sums: Any = None,
+        remat: str = "none",
+    ) -> Sharing:
         """What the placement's level of ZeRO means for these parameters.
 
-        ``sums`` is the option of a step. Raises :class:`~meshwright.LayoutError` where gradients
-        cannot be summed so.
+        ``sums`` and ``remat`` are options of a step. Raises :class:`~meshwright.LayoutError` where
+        gradients cannot be summed so.
         """
 
         def layouts(level: int) -> dict[str, Any]:
@@ -61,7 +70,8 @@ class Sharing:
 
         mesh, axes = placement.mesh.jax_mesh, placement.batch_axes
         shared = layouts(3 if placement.zero else 0)
-        return cls(placement.zero, layouts(0), shared, mesh, axes, way_of(sums, placement))
+        by, by_block = way_of(sums, placement), remat in BY_BLOCK
+        return cls(placement.zero, layouts(0), shared, mesh, axes, by, by_block)
 
     def gather(self, params: Arrays) -> Arrays:
         """The parameters as they are used; at level 3 each is gathered from all replicas."""
@@ -85,8 +95,9 @@ class Sharing:
 
         They travel in the type they are computed in, as without ZeRO.
         """
-        if self.level in (1, 2) or self.by is not None:
+        if self.level in (1, 2) or self.by is not None or self._leaves_in_turn:
             gradient = self.in_parts(gradient, batch, narrow=True)
+        gradient = self.leaving_in_turn(gradient)
         aux, grads = gradient(whole.params, whole, batch)
         if self.by is None or self.by.compress is None:
             return aux, self.summed(grads, whole.params), {}
@@ -107,6 +118,16 @@ class Sharing:
         """
         return in_parts(gradient, Pieces(self.mesh, self.axes, _rows(batch), times, narrow))
 
+    @property
+    def _leaves_in_turn(self) -> bool:
+        """Whether the backward pass is to leave one block after the other."""
+        return self.by_block and self.level < 3 and traced_for_gpu()
+
+    def leaving_in_turn(self, gradient: Gradient) -> Gradient:
+        """The gradient, in parts or not, that leaves one block after the other where it saves
+        memory; at level 3 that is where parameters are gathered, see ``_cut_for``."""
+        return leaving_in_turn(gradient, self.pieces > 1) if self._leaves_in_turn else gradient
+
     def summed(self, grads: Arrays, params: Arrays) -> Arrays:
         """Gradients that may be in parts, summed over devices to what will be updated."""
         flat: Arrays = {}
@@ -124,6 +145,8 @@ class Sharing:
         import jax
 
         ndim = param.ndim
+        if gradient.ndim > ndim and not self.level and gradient.dtype != param.dtype:
+            return sum_narrow(gradient).astype(param.dtype)
         if gradient.ndim == ndim or not self.level:
             return sum_parts(gradient, ndim)
         lies = [self.whole[path].dim_axes(dim) for dim in range(ndim)]
@@ -251,8 +274,10 @@ def _cut_for(remat: str) -> Cut:
     """How a step is cut at level 3, where parameters are gathered and parts recomputed at once."""
     if remat in BY_BLOCK:
         # XLA for TPU puts off products for gradients where it takes them in a ring of devices; it
-        # would hold what they read of all blocks, which is what "selective" keeps and more.
-        return also_between(blocks(remat), remat == "selective" and traced_for() == "tpu")
+        # would hold what they read of all blocks, which is what "selective" keeps and more. XLA for
+        # GPU puts them off anyway.
+        on_tpu = remat == "selective" and traced_for() == "tpu"
+        return also_between(blocks(remat), on_tpu or traced_for_gpu())
     return where_read if remat == "none" else from_one_to_the_next(policy_of(remat))
 
 
