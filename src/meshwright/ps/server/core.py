@@ -14,6 +14,7 @@ name one; so everything that a server promises can be tested without a process.
     load       values, tables, slots, steps       what a checkpoint holds
     keys       name                               those of a hash table, in the order of its rows
     piece      name, start, stop                  some rows of a table, with their slots
+    changes    name, life, mark                   rows that have changed since, and removed keys
     put        name, slots, scalars, steps        rows of a table and their slots, from a piece
     round      round, of                          a round gets another number of gradients
     norms                                         of the round that waits to be clipped
@@ -39,7 +40,7 @@ from ..wire.failures import failure
 from ..wire.message import Message
 from ..wire.schema import TO_SERVER, check
 from .groups import answer_of
-from .loading import load, piece_of, put_piece
+from .loading import changes_of, load, piece_of, put_piece
 from .pushes import push
 from .shards import HashShard
 from .snapshot import read, restore, snapshot_of, write
@@ -227,6 +228,14 @@ class ServerCore:
         (shard,) = self.state.store.get([head["name"]])
         about, arrays = piece_of(shard, int(head["start"]), int(head["stop"]))
         return self._ok(about, *([a.copy() for a in arrays] if self.copy_reads else arrays))
+
+    def _changes(self, peer: str, message: Message) -> Message:
+        head = message.head
+        (shard,) = self.state.store.get([head["name"]])
+        if not shard.shape:
+            raise ArrayError(f"variable {shard.name!r} is a scalar, and has no rows.")
+        about, arrays = changes_of(shard, head.get("life"), head.get("mark"))
+        return self._ok(about, *arrays)
 
     def _put(self, peer: str, message: Message) -> Message:
         (shard,) = self.state.store.get([message.head["name"]])

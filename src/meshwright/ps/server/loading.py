@@ -9,6 +9,7 @@ import numpy as np
 
 from ...errors import ArrayError
 from ..wire.message import Message
+from .marks import Marks
 from .shards import HashShard, Shard
 from .store import Store
 
@@ -46,6 +47,7 @@ def _load_values(shard: Shard, values: np.ndarray) -> None:
             f"variable {shard.name!r} has shape {list(shard.shape)}; received {list(values.shape)}."
         )
     np.copyto(shard.values, values, casting="same_kind")
+    shard.changed()
 
 
 def _load_table(shard: Shard, keys: np.ndarray, values: np.ndarray) -> None:
@@ -100,6 +102,29 @@ def piece_of(shard: Shard, start: int, stop: int) -> tuple[dict[str, Any], list[
     return head, parts
 
 
+def changes_of(
+    shard: Shard, life: str | None, mark: int | None
+) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Which rows have changed since a mark, and which keys were removed.
+
+    Where the marks are others than those of ``life``, the head says so: then all rows are to be
+    taken, and of a hash table their keys are given.
+    """
+    none = np.zeros(0, np.int64)
+    is_known = shard.marks is not None and shard.marks.life == life and mark is not None
+    if shard.marks is None:
+        shard.marks = Marks(len(shard.full()))
+    keys = shard.keys if isinstance(shard, HashShard) else None
+    rows, removed = none if keys is None else keys, none
+    if is_known:
+        at = shard.marks.since(int(mark or 0), shard.shape[0])
+        rows = at if keys is None else keys[at]
+    if is_known and keys is not None:
+        removed = np.setdiff1d(shard.marks.removed_since(int(mark or 0)), keys)
+    head = {"known": is_known, "life": shard.marks.life, "mark": shard.marks.asked()}
+    return head, [rows, removed]
+
+
 def put_piece(shard: Shard, head: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Write rows and their slots; ``arrays`` are row numbers or keys, values, and slots.
 
@@ -120,6 +145,7 @@ def put_piece(shard: Shard, head: Mapping[str, Any], arrays: Sequence[np.ndarray
     at = shard.positions(rows)
     for name, array in full.items():
         shard.full(name)[at] = array
+    shard.changed(at)
     for name, value in head["scalars"].items():
         shard.slots[name][...] = value
     shard.steps = int(head["steps"])

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...errors import ArrayError
 from .drawing import Draw, rows_by_key
+from .marks import Marks
 
 _FIRST_ROWS = 256  # room for as many rows when a hash table is made
 _UNSEEN = -1
@@ -29,6 +30,7 @@ class Shard:
         self.init = init
         self.slots: dict[str, np.ndarray] = {}
         self.steps = 0
+        self.marks: Marks | None = None  # of rows that change, once somebody asks for these
         self._values = values
 
     @property
@@ -81,6 +83,11 @@ class Shard:
                 f"{self.shape[0] - 1} here ({len(wrong)} such rows)."
             )
         return rows
+
+    def changed(self, at: np.ndarray | None = None) -> None:
+        """Mark the rows at these positions, or all rows, as changed."""
+        if self.marks is not None:
+            self.marks.add() if at is None else self.marks.add(at)
 
     def lookup(self, rows: np.ndarray, *, make: bool = True) -> np.ndarray:
         """A copy of these rows."""
@@ -146,8 +153,12 @@ class HashShard(Shard):
 
     def load(self, keys: np.ndarray, values: np.ndarray, slots: dict[str, np.ndarray]) -> None:
         """Hold these rows and their slots, in this order, and no others."""
+        gone = None if self.marks is None else np.setdiff1d(self.keys, keys)
         self._places = dict(zip(keys.tolist(), range(len(keys)), strict=True))
         self._values, self.slots = values, slots
+        if self.marks is not None and gone is not None:
+            is_kept = self.marks.reload(gone, len(values))
+            self.marks = self.marks if is_kept else None
 
     def _places_of(self, keys: np.ndarray) -> np.ndarray:
         return np.array([self._places.get(key, _UNSEEN) for key in keys.tolist()], np.int64)
@@ -161,12 +172,16 @@ class HashShard(Shard):
             if slot.ndim:
                 slot[start:stop] = self.first[name]
         self._places.update(zip(keys.tolist(), range(start, stop), strict=True))
+        if self.marks is not None:
+            self.marks.add(slice(start, stop))
 
     def _grow(self, capacity: int) -> None:
         of_rows = [self._values, *(slot for slot in self.slots.values() if slot.ndim)]
         row_bytes = sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in of_rows)
         self.check_room((capacity - len(self._values)) * row_bytes)
         self._values = _grown(self._values, capacity)
+        if self.marks is not None:
+            self.marks.grow(capacity)
         for name, slot in self.slots.items():
             if slot.ndim:
                 self.slots[name] = _grown(slot, capacity)

@@ -81,6 +81,7 @@ class Stepper:
         self._walk(plan, walked)
         if plan.divide_by and TOUCHED in shard.slots:
             shard.slots[TOUCHED][...] = False
+        shard.changed()
         shard.steps += 1
 
     def rows(
@@ -104,6 +105,7 @@ class Stepper:
         self._walk(plan, _Walked(value.reshape(-1), gradient, flat[:count], None, average))
         for name, part in zip((None, *names), (value, *slots), strict=True):
             shard.full(name)[rows] = part
+        shard.changed(rows)
         shard.steps += 1
 
     def _walk(self, plan: _Plan, walked: _Walked) -> None:

@@ -29,6 +29,7 @@ class Change:
     def apply(self) -> None:
         """Change the variable, in place."""
         OPS[self.op](self.shard.full() if self.rows is not None else self.shard.values, self)
+        self.shard.changed(self.rows)
 
 
 def _into(table: np.ndarray, change: Change, ufunc: np.ufunc) -> None:

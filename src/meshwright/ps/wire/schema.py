@@ -170,6 +170,7 @@ _SERVER: dict[str, Fields] = {
     },
     "keys": {"name": TEXT},
     "piece": {"name": TEXT, "start": COUNT, "stop": COUNT},
+    "changes": {"name": TEXT, "life": optional(TEXT), "mark": optional(COUNT)},
     "put": {"name": TEXT, "slots": _NAMES, "scalars": MAP, "steps": COUNT},
     "round": {"round": INT, "of": INT},
     "norms": {},
