@@ -134,6 +134,7 @@ if TYPE_CHECKING:
     from .ps.training import DiLoCo as DiLoCo
     from .ps.training import LocalSGD as LocalSGD
     from .run import Trainer as Trainer
+    from .serving.delta_exporter import DeltaExporter as DeltaExporter
     from .serving.http.app import serving_app as serving_app
     from .serving.http.limits import Limits as Limits
     from .serving.server import Server as Server
@@ -192,6 +193,7 @@ _LAZY = {  # name -> the room that it lives in
     **dict.fromkeys(("InputContext", "LocalRows"), "data"),
     "Trainer": "run",
     "Server": "serving.server",
+    "DeltaExporter": "serving.delta_exporter",
     "jax_program": "frontends.jax",
     "named_program": "frontends.named",
     "show": "display.drawing",

@@ -118,7 +118,14 @@ _SECONDS = click.FloatRange(0, min_open=True)
     help="Inputs by name (.npz): also say how far the answers with --precision are from those "
     "without.",
 )
-@option("--reload", type=_SECONDS, metavar="SECONDS", help="Look for newer checkpoints this often.")
+@option(
+    "--reload",
+    "--follow",
+    "reload",
+    type=_SECONDS,
+    metavar="SECONDS",
+    help="Look for newer checkpoints this often; for deltas, where RUN is a folder of exports.",
+)
 @option(
     "--max-body",
     type=BytesText(),
@@ -169,7 +176,8 @@ def serve(
 ) -> None:
     """Serve a trained model over HTTP until SIGTERM, which drains it.
 
-    RUN is the folder of a run (the newest checkpoint is taken), one checkpoint, or a .keras file.
+    RUN is the folder of a run (the newest checkpoint is taken), one checkpoint, a .keras file, or a
+    folder that a mw.DeltaExporter writes.
     Clients may speak the Open Inference protocol V2, TensorFlow Serving's REST, or SageMaker's and
     MLflow's /invocations. The page at / shows load, latency, layouts and how to call the model.
 
@@ -177,6 +185,7 @@ def serve(
     meshwright serve runs/mnist --model train:build --mesh model=4
     meshwright serve model.keras --port 9000 --buckets 1,8,32
     meshwright serve runs/mnist --model train:build --host 0.0.0.0 --api-keys keys.txt
+    meshwright serve exports/shop --model train:build --follow 5
     meshwright serve runs/mnist --model train:build --write kserve
     meshwright serve runs/mnist --model train:build --beside run=runs/new,version=2,share=0.1
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,16 @@ import numpy as np
 from ..checkpoint import CheckpointInfo, read_checkpoint
 from ..errors import CheckpointError, MeshwrightError, ModelError, NotReadyError
 from .batches import first_line
+from .exports import (
+    Export,
+    LayeredRows,
+    about_of,
+    exports_in,
+    fulls_in,
+    laid_out,
+    next_after,
+    read_weights,
+)
 from .figures import Figures
 from .following import (
     FirstChoice,
@@ -57,6 +68,7 @@ class Keeper:
         self.others: Others | None = None  # processes that follow this one, which is rank 0
         self.missing: Callable[[], str | None] = lambda: None  # which of them
         self._directory: Path | None = None  # of the checkpoint that is served
+        self._export: Export | None = None  # that is served, of a folder of these
         self._refusals = Refusals(options.follow_s)
         self._reloading = threading.Lock()
         self._stopping = threading.Event()
@@ -97,6 +109,8 @@ class Keeper:
         if self.checkpoint is None:
             state, self.moved = self.source.in_memory()
             return self._checked(Weights(self._asked_version or "1", state, self.source.live))
+        if exports_in(self.checkpoint):
+            return self._first_export(self.checkpoint)
         choice = FirstChoice(self.checkpoint, may_be_older=self._options.follow_s is not None)
         for directory in choice:
             try:
@@ -180,6 +194,8 @@ class Keeper:
         """See :meth:`~.model.LoadedModel.reload`."""
         assert self.checkpoint is not None
         with self._reloading:
+            if self._export is not None:
+                return self._later_exports(self.checkpoint)
             info = read_checkpoint(self.checkpoint)
             # A group tells weights apart by their versions.
             is_same = self.others is not None and str(info.step) == self.version
@@ -199,6 +215,67 @@ class Keeper:
             self._directory = info.directory
             self._swap(weights, f"read {self.moved}")
             return True
+
+    # Of a folder of exports
+
+    def _first_export(self, directory: Path) -> Weights:
+        """The newest full export that can be served, and what can be served of its deltas."""
+        import jax
+
+        if jax.process_count() > 1 or self.source.tables is None or self.source.stages is not None:
+            raise ModelError(
+                f"{directory} has exports of a model with tables, which one process serves without "
+                f"stages. Serve model {self.source.name!r} from its checkpoints."
+            )
+        failure: Exception = CheckpointError(f"{directory} has deltas, and no full export.")
+        for number, export in enumerate(fulls_in(directory)):
+            try:
+                self.weights = weights = self._from_export(export, None)
+            except Exception as error:
+                fault = cannot_be_served(export.path, error)
+                self._refuse(export.path, fault)
+                failure = failure if number else fault
+                continue
+            self._export = export
+            _LOGGER.info(
+                f"version {weights.version}: read {self.moved} of {export}",
+                extra={"fields": {"model": self.source.name}},
+            )
+            with suppress(MeshwrightError):  # it has been noted
+                self._later_exports(directory)
+            return self.weights
+        raise failure
+
+    def _later_exports(self, directory: Path) -> bool:
+        """Serve each export after the present one in turn; whether there was one."""
+        before = self._export
+        while not self._stopping.is_set() and self._export is not None:
+            try:
+                export = next_after(directory, self._export)
+            except CheckpointError as error:
+                self._say_refused(f"refused what is after {self._export}: {first_line(error)}")
+                raise
+            if export is None or self._refusals.holds(export.path):
+                break
+            rows = None if export.kind == "full" or self.weights is None else self.weights.rows
+            try:
+                weights = self._from_export(export, rows)
+            except Exception as error:
+                failure = cannot_be_served(export.path, error)
+                self._refuse(export.path, failure)
+                raise failure from failure.__cause__
+            self._export = export
+            self._swap(weights, f"read {self.moved} of {export}")
+        return self._export is not before
+
+    def _from_export(self, export: Export, below: Any) -> Weights:
+        """The weights of an export, its rows upon those of the exports before it."""
+        about_of(export)
+        state, self.moved = laid_out(self.source, read_weights(export))
+        layer = self.source.tables.exported(export.path)
+        rows = LayeredRows((layer,)) if below is None else below.and_then(layer)
+        version = self._asked_version if self._export is None else None
+        return self._checked(Weights(version or str(export.number), state, rows))
 
     def _from_everywhere(self, info: CheckpointInfo) -> Weights:
         """The weights of a checkpoint, in every process that computes with them."""

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -195,23 +196,33 @@ class TableInputs:
 
     def saved(self, info: CheckpointInfo) -> Rows:
         """The rows of a checkpoint. Raises :class:`CheckpointError` where it has other tables."""
-        from ..ps.shared.placing import VariableSpec
         from ..ps.training.saving import check_tables_of
         from ..ps.training.table_files import SavedRows
 
-        specs = {
-            layer.name: VariableSpec(
-                layer.name, (layer.table.rows or 0, layer.dim), "float32", (), layer.size == "hash"
-            )
-            for layer in self.layers.values()
-        }
-        directory = check_tables_of(info, specs)
+        directory = check_tables_of(info, self._specs_of_tables())
         if directory is None:
             raise CheckpointError(
                 f"{info.directory} was saved without tables, and the model has "
                 f"{', '.join(self.layers)}. Train it with strategy.fit(checkpoint=)."
             )
         return SavedRows(directory, self.layers)
+
+    def exported(self, directory: Path) -> Any:
+        """The rows of an export. Raises :class:`CheckpointError` where it has other tables."""
+        from ..ps.training.table_files import SavedRows, check_tables, read_index
+
+        check_tables(read_index(directory), self._specs_of_tables(), directory)
+        return SavedRows(directory, self.layers)
+
+    def _specs_of_tables(self) -> dict[str, Any]:
+        from ..ps.shared.placing import VariableSpec
+
+        return {
+            layer.name: VariableSpec(
+                layer.name, (layer.table.rows or 0, layer.dim), "float32", (), layer.size == "hash"
+            )
+            for layer in self.layers.values()
+        }
 
 
 def _parts(table: Any, rows: Any, present: Any) -> list[Any]:
@@ -318,9 +329,7 @@ class OnServers:
     def values(self) -> TrainState:
         """Parameters and state; seeds are the model's own. Raises :class:`NotReadyError`."""
         params, state = (
-            dict(
-                zip(specs, self._asked(lambda s, of=specs: s.read(list(of.values()))), strict=True)
-            )
+            dict(zip(specs, self.asked(lambda s, of=specs: s.read(list(of.values()))), strict=True))
             for specs in self._specs
         )
         seeds = {path: np.asarray(variable.value) for path, variable in self._seeds.items()}
@@ -328,9 +337,19 @@ class OnServers:
 
     def lookup(self, table: str, ids: np.ndarray) -> np.ndarray:
         """The rows of these ids. Raises :class:`NotReadyError` where a server does not answer."""
-        return self._asked(lambda servers: servers.lookup(self._tables[table], ids))
+        return self.asked(lambda servers: servers.lookup(self._tables[table], ids))
 
-    def _asked(self, do: Callable[[Any], Any]) -> Any:
+    def close(self) -> None:
+        """End the connections to the servers."""
+        self._servers.close()
+
+    @property
+    def tables(self) -> Mapping[str, Any]:
+        """Where each table lies on the servers."""
+        return dict(self._tables)
+
+    def asked(self, do: Callable[[Any], Any]) -> Any:
+        """What ``do`` asks of the servers. Raises :class:`NotReadyError`."""
         try:
             with self._lock:
                 return do(self._servers)

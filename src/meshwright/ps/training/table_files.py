@@ -7,12 +7,13 @@ gets its name when it is complete. Any number of servers may read it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from .worker_step import here
 PIECE_BYTES = 32 << 20  # of values and slots that a worker holds at once
 _INDEX = "tables.json"
 _ROWS, _VALUES = "rows", "values"
+_REMOVED = "removed.npy"  # keys that a table has no longer, in an export of what changed
 
 Tables = Mapping[str, VariableSpec]  # by the names of their layers
 
@@ -112,17 +114,39 @@ class SavedRows:
             for number, (name, about) in enumerate(index.items())
             if name in layers
         }
+        self._removed = {
+            name: _loaded(Path(directory) / f"table{number}" / _REMOVED)
+            if about.get("removed")
+            else np.zeros(0, np.int64)
+            for number, (name, about) in enumerate(index.items())
+            if name in layers
+        }
 
     def lookup(self, table: str, ids: np.ndarray) -> np.ndarray:
         """The rows of these ids."""
-        about, layer = self._about[table], self._layers[table]
+        about = self._about[table]
         rows = np.zeros((len(ids), *about["row"]), about["dtype"])
-        present = self._places[table].fill(ids, rows)
-        if not present.all():
-            draw = Draw.of({"kind": layer.initializer}, (1, layer.dim))
-            keys = ids[~present]
-            rows[~present] = rows_by_key(draw, layer.seed, keys, rows.shape[1:], rows.dtype)
+        is_settled = self.settle(table, ids, rows)
+        if not is_settled.all():
+            rows[~is_settled] = self.first_rows(table, ids[~is_settled])
         return rows
+
+    def settle(self, table: str, ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Put what the files say of these ids into ``rows``; returns of which they say something.
+
+        They may say that a key was removed: then it has its first row.
+        """
+        present = self._places[table].fill(ids, rows)
+        is_gone = np.isin(ids, self._removed[table]) & ~present
+        if is_gone.any():
+            rows[is_gone] = self.first_rows(table, ids[is_gone])
+        return present | is_gone
+
+    def first_rows(self, table: str, ids: np.ndarray) -> np.ndarray:
+        """The rows that these ids begin with."""
+        about, layer = self._about[table], self._layers[table]
+        draw = Draw.of({"kind": layer.initializer}, (1, layer.dim))
+        return rows_by_key(draw, layer.seed, ids, tuple(about["row"]), np.dtype(about["dtype"]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +218,35 @@ def _described(spec: VariableSpec) -> dict[str, Any]:
 
 
 # Writing
+
+
+Pieces = Iterator[tuple[np.ndarray, np.ndarray]]  # ids, and their rows
+
+
+def write_rows(
+    directory: Path,
+    tables: Tables,
+    rows_of: Callable[[str], Pieces],
+    removed: Mapping[str, np.ndarray],
+) -> None:
+    """Write some rows of tables into a directory that is there, for :class:`SavedRows`.
+
+    Slots of optimizers are left out. ``removed`` are keys that a table has no longer.
+    """
+    index = {}
+    for number, (name, spec) in enumerate(tables.items()):
+        folder = directory / f"table{number}"
+        folder.mkdir()
+        pieces = []
+        none = np.zeros(0, np.int64), np.zeros((0, *spec.shape[1:]), spec.dtype)
+        for ids, values in itertools.chain([none], rows_of(name)):
+            for kind, array in ((_ROWS, ids), (_VALUES, values)):
+                _save(_file(folder, 0, len(pieces), kind), array)
+            pieces.append([_ROWS, _VALUES])
+        if gone := len(removed[name]):
+            _save(folder / _REMOVED, removed[name])
+        index[name] = {**_described(spec), "shards": [{"pieces": pieces}], "removed": gone}
+    (directory / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
 def _write(directory: Path, spec: VariableSpec) -> list[dict[str, Any]]:
