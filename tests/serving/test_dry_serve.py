@@ -11,14 +11,22 @@ import keras
 import numpy as np
 import optax
 import pytest
+from click.testing import CliRunner
 from test_server import LAYOUTS, build
 
 import meshwright as mw
+from meshwright.commands.dry_run import dry_run
 from meshwright.commands.texts import PriceText
 from meshwright.planning.prices import price_of
+from meshwright.planning.serving import ServingReport
 from meshwright.targets.target import Target
 
 X = jax.ShapeDtypeStruct((1, 8), "float32")
+
+
+def built() -> tuple:
+    """What the command line builds."""
+    return build(), (X, jax.ShapeDtypeStruct((1, 4), "float32")), LAYOUTS
 
 
 @pytest.mark.full
@@ -65,6 +73,31 @@ def test_eight_bits_of_shapes_are_those_that_keras_makes_of_values() -> None:
         mw.dry_serve(model, X, precision="int8", **options)
     with pytest.raises(mw.ModelError, match=r"precision must be 'bfloat16', .*received 'int4'"):
         mw.dry_serve(model, X, precision="int4", **options)
+
+
+@pytest.mark.parametrize("precision", [None, "bfloat16", "int8"])
+def test_the_command_knows_the_precision_of_a_server(
+    precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = mw.Sharded(mw.create_mesh({"model": 8}), LAYOUTS, batch=None)
+    with mw.Server(build(), strategy, precision=precision, buckets=[8]) as server:
+        held = server.model("small").status().bytes_by_device
+    reports: list[ServingReport] = []
+    monkeypatch.setattr("meshwright.display.text.columns.print_text", reports.append)
+    words = [
+        "test_dry_serve:built",
+        "--target",
+        "h100:8",
+        "--mesh",
+        "batch=1,model=8",
+        "--no-compile",
+    ]
+    asked = [] if precision is None else ["--precision", precision]
+    done = CliRunner().invoke(dry_run, [*words, "--serve", "--rows", "8", *asked])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert set(held.values()) == {reports[0].weight_bytes}
+    refused = CliRunner().invoke(dry_run, [*words, "--precision", "int8"])
+    assert (refused.exit_code, "--precision goes with --serve" in refused.output) == (2, True)
 
 
 def test_a_model_of_eight_bits_that_cannot_be_made_again_is_refused() -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..layouts.layout import Layout
     from ..layouts.mesh import Mesh
     from ..planning.lock import Lock
+    from ..serving.options import Precision
     from ..targets.target import Target
 
 
@@ -69,6 +70,11 @@ if TYPE_CHECKING:
     type=SizesText(),
     metavar="ROWS,...",
     help="Sizes of the batches for --serve.  [default: 1,8,32]",
+)
+@option(
+    "--precision",
+    type=click.Choice(["bfloat16", "float16", "int8"]),
+    help="With --serve: convert the weights, as `meshwright serve --precision` does.",
 )
 @option(
     "--qps",
@@ -124,6 +130,7 @@ def dry_run(
     price: float | Mapping[str, float] | None,
     serve: bool,
     rows: tuple[int, ...] | None,
+    precision: Precision | None,
     qps: float | None,
     p99_ms: float | None,
     measure: bool,
@@ -156,6 +163,8 @@ def dry_run(
     from ..planning.lock import lock_of
     from .planning import DryRunOptions, checked, run, run_here, run_serving
 
+    if precision is not None and not serve:
+        raise click.UsageError("--precision goes with --serve: it is that of a server's weights.")
     request = DryRunOptions(
         build,
         target,
@@ -167,7 +176,7 @@ def dry_run(
         compile=not no_compile,
     )
     if serve:
-        serving = run_serving(request, rows or (1, 8, 32), timeout)
+        serving = run_serving(request, rows or (1, 8, 32), timeout, precision)
         print_text(serving)
         if qps is not None:
             print_text(serving.devices_for(qps, None if p99_ms is None else p99_ms / 1e3))

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ..planning.beside import Comparison
     from ..planning.dry_run import DryRun
     from ..planning.serving import ServingReport
+    from ..serving.options import Precision
 
 
 class DryRunOptions(NamedTuple):
@@ -78,7 +79,9 @@ def run_here(
     return report, report.beside(measure(case.model, case.batch, strategy=strategy))
 
 
-def run_serving(request: DryRunOptions, rows: Sequence[int], timeout_s: float) -> ServingReport:
+def run_serving(
+    request: DryRunOptions, rows: Sequence[int], timeout_s: float, precision: Precision | None = None
+) -> ServingReport:
     """What serving the model takes for batches of these sizes; the layouts are those of training,
     without what only that needs."""
     from ..frontends.dry_runs import dry_serve
@@ -93,12 +96,11 @@ def run_serving(request: DryRunOptions, rows: Sequence[int], timeout_s: float) -
     else:
         strategy = strategy.serving(case.mesh.abstract())
     how: dict[str, Any] = {"strategy": strategy, "target": request.target, "rows": rows}
+    how |= {"precision": precision, "compile": request.compile, "timeout_s": timeout_s}
     progress = _Progress(request.target)
     try:
         with watching(progress.show):
-            return dry_serve(
-                case.model, inputs, **how, compile=request.compile, timeout_s=timeout_s
-            )
+            return dry_serve(case.model, inputs, **how)
     finally:
         progress.end()
 

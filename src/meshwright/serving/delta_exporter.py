@@ -50,6 +50,7 @@ class Exported:
 class DeltaExporter:
     """Writes a model that a :class:`~meshwright.ParameterServer` trains for servers that follow.
 
+    ``model`` is the Keras model, and ``strategy`` the parameter servers that train it.
     The first :meth:`export` is a full one, with all rows of the tables; later ones hold the rows
     that changed since, the keys that were removed, and the other weights. After ``full_every``
     deltas comes a full one again; of full ones with their deltas, the newest ``keep`` are kept. The
