@@ -13,10 +13,11 @@ from hypothesis.extra import numpy as arrays
 from test_http_contracts import json_values
 
 from meshwright.errors import RequestError
-from meshwright.serving.api import TensorSpec
-from meshwright.serving.http import json_pieces
+from meshwright.serving.api import Answer, TensorSpec
+from meshwright.serving.http import json_pieces, json_text
 from meshwright.serving.http import tensors as tensors_module
 from meshwright.serving.http.contracts import invocations, open_inference, tf_serving
+from meshwright.serving.http.contracts.request import Request
 from meshwright.serving.http.limits import Limits
 
 
@@ -88,6 +89,53 @@ def test_a_long_body_holds_no_other_request_up_for_long(form, monkeypatch):
     assert max(texts) < 2 * json_pieces._PIECE < len(body)
     assert sum(texts) > len(body) - len(texts)
     assert max(rows) <= tensors_module._ELEMENTS
+
+
+outputs = st.dictionaries(
+    st.text(max_size=3),
+    arrays.arrays(
+        st.sampled_from(["float32", "int8", "bool", "float64"]),
+        arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5),
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.one_of(outputs, st.lists(outputs, max_size=4)))
+def test_json_is_written_in_pieces_as_at_once(value):
+    at_once = json_text.written(value)
+    with mock.patch.multiple(json_pieces, _PIECE=8, _FEW=2):
+        assert json_text.written(value) == at_once
+
+
+@pytest.mark.parametrize("odd", [1.5, np.nan])
+@pytest.mark.parametrize("form", ["rows", "columns", "flat"])
+def test_a_long_answer_holds_no_other_request_up_for_long(form, odd, monkeypatch):
+    long = ROWS.copy()
+    long[0, 0] = odd
+    answer = Answer({"small": ROWS[:, 0].copy(), "y": long}, "1")
+    pieces = []
+    for name in ("_strict", "_loose"):
+        dumps = getattr(json_text, name)
+        monkeypatch.setattr(
+            json_text,
+            name,
+            lambda value, of=dumps: pieces.append(len(text := of(value))) or text,
+        )
+    request = Request({}, "inputs" if form == "columns" else "")
+    if form == "flat":
+        body = open_inference.write(request, answer, "m").body
+        found = {t["name"]: t["data"] for t in json.loads(body)["outputs"]}
+        found["y"] = np.reshape(found["y"], ROWS.shape)
+    else:
+        body = tf_serving.write(request, answer).body
+        found = next(iter(json.loads(body).values()))
+        if form == "rows":
+            found = {name: [row[name] for row in found] for name in answer.outputs}
+    for name, wanted in answer.outputs.items():
+        np.testing.assert_array_equal(np.asarray(found[name], "float32"), wanted)
+    assert max(pieces) < 6 * json_pieces._PIECE < len(body)  # a float takes up to 20 letters
 
 
 def test_a_fault_in_a_long_body_is_that_of_the_whole():

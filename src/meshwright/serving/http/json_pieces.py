@@ -1,22 +1,25 @@
-"""Long JSON is read in pieces, so that other threads have their turn between them.
+"""Long JSON is read and written in pieces, so that other threads have their turn between them.
 
-To read one text is one call of a library, during which no other thread runs Python: not the loop of
-events that answers other requests. What makes a text long is nearly always an array of numbers,
-which can be cut at its commas.
+To read or write one text is one call of a library, during which no other thread runs Python: not
+the loop of events that answers other requests. What makes a text long is nearly always an array of
+numbers, which can be cut at its commas.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import orjson
 
 _LONG = 1 << 18  # bytes of a text; a shorter one is read at once
 _PIECE = 1 << 16  # bytes that are read at once
 _TAIL = 1 << 12  # bytes in which the end of an array is looked for
 _DEEPEST = 8  # dims of an array
+_FEW = 64  # elements of a list, each of which is looked at
 _OPEN = re.compile(rb"\s*:?\s*((?:\[\s*)+)")
 _ESCAPED = b"\\u0000"
 
@@ -121,3 +124,46 @@ def _elements(text: bytes, start: int, stop: int, depth: int) -> list[Any]:
         elements += piece
         at = cut + 1
     return elements
+
+
+# Writing
+
+
+def dumped_in_pieces(value: Any, dumps: Callable[[Any], bytes]) -> bytes:
+    """JSON of a value, of which ``dumps`` writes a piece at a time; the text is what it gives.
+
+    >>> dumped_in_pieces({"x": [0, 1, 2]}, orjson.dumps)
+    b'{"x":[0,1,2]}'
+    """
+    return b"".join(_dumped(value, dumps))
+
+
+def _dumped(value: Any, dumps: Callable[[Any], bytes]) -> Iterator[bytes]:
+    if isinstance(value, Mapping) and _size(value) > _PIECE:
+        for number, (key, inside) in enumerate(value.items()):
+            yield b"%s%s:" % (b"," if number else b"{", dumps(key))
+            yield from _dumped(inside, dumps)
+        yield b"}"
+    elif isinstance(value, np.ndarray | list | tuple) and _size(value) > _PIECE:
+        step = max(1, _PIECE * len(value) // _size(value))
+        for start in range(0, len(value), step):
+            yield b"," if start else b"["
+            if step == 1:
+                yield from _dumped(value[start], dumps)
+            else:
+                yield dumps(value[start : start + step])[1:-1]
+        yield b"]"
+    else:
+        yield dumps(value)
+
+
+def _size(value: Any) -> int:
+    """About how many bytes there are to write; of a long list, going by its first element."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values())) + len(value)
+    if isinstance(value, list | tuple):
+        short = len(value) <= _FEW
+        return sum(map(_size, value)) if short else len(value) * _size(value[0])
+    return 8

@@ -11,7 +11,7 @@ import orjson
 
 from ...errors import RequestError
 from ...units import bytes_text
-from .json_pieces import loaded_in_pieces
+from .json_pieces import dumped_in_pieces, loaded_in_pieces
 from .limits import Limits
 from .problems import BodyTooLargeError, refuse, short
 
@@ -72,8 +72,15 @@ def written(value: Any) -> bytes:
     >>> written({"predictions": np.array([np.nan])})
     b'{"predictions":[NaN]}'
     """
-    if all(_finite(array) for array in _arrays(value)):
-        return orjson.dumps(value, option=_WRITE, default=_plain)
+    is_finite = all(_finite(array) for array in _arrays(value))
+    return dumped_in_pieces(value, _strict if is_finite else _loose)
+
+
+def _strict(value: Any) -> bytes:
+    return orjson.dumps(value, option=_WRITE, default=_plain)
+
+
+def _loose(value: Any) -> bytes:
     return json.dumps(value, default=np.ndarray.tolist, separators=(",", ":")).encode()
 
 
