@@ -132,7 +132,10 @@ class _Face:
         infer = functools.partial(self._prediction, "open_inference", self._v2_read, _v2_write)
         v1, v2 = "/v1/models/{model}", "/v2/models/{model}"
         of_version = "/versions/{version}"
-        return [
+        return [  # predictions first: each path is compared with those before it
+            *(Route(f"{v}/infer", infer, methods=_POST) for v in (v2, v2 + of_version)),
+            *(Route(f"{v}:predict", predict, methods=_POST) for v in (v1, v1 + of_version)),
+            Route("/invocations", self._invocations, methods=_POST),
             Route("/", self._page, methods=_GET),
             Route("/openapi.json", self._openapi, methods=_GET),
             Route("/docs", self._paths, methods=_GET),
@@ -141,14 +144,11 @@ class _Face:
             Route("/ping", self._ready, methods=_GET),
             Route("/v2/health/live", _live, methods=_GET),
             Route("/v2", _server_metadata, methods=_GET),
-            *(Route(f"{v}/infer", infer, methods=_POST) for v in (v2, v2 + of_version)),
             *(Route(f"{v}/ready", self._model_ready, methods=_GET) for v in (v2, v2 + of_version)),
             *(Route(v, self._v2_metadata, methods=_GET) for v in (v2, v2 + of_version)),
-            *(Route(f"{v}:predict", predict, methods=_POST) for v in (v1, v1 + of_version)),
             *(Route(f"{v}:predict", _only_post, methods=_GET) for v in (v1, v1 + of_version)),
             *(Route(f"{v}/metadata", self._tf_meta, methods=_GET) for v in (v1, v1 + of_version)),
             *(Route(v, self._tf_status, methods=_GET) for v in (v1, v1 + of_version)),
-            Route("/invocations", self._invocations, methods=_POST),
         ]
 
     # Predictions
