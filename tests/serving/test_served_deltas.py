@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright.commands.serve import asked_of
+from meshwright.commands.serving import Asked, server_for
 from meshwright.launch.local import LocalCluster
 from meshwright.ps.wire.message import Message
 from meshwright.ps.worker.updates import Update
@@ -103,6 +106,20 @@ def test_answers_after_each_delta_are_those_of_the_whole_model(shop: Shop) -> No
     np.testing.assert_array_equal(late.outputs["out"], answer.outputs["out"])
 
 
+def test_the_command_serves_a_folder_of_exports(shop: Shop) -> None:
+    shop.exporter.export()
+    words = [str(shop.folder), "--model", "test_served_deltas:build", "--follow", "0.05"]
+    with server_for(Asked(**asked_of([*words, "--name", "shop", "--buckets", "8"]))) as server:
+        shop.train([0, 1])
+        shop.exporter.export()
+        limit = time.monotonic() + 20
+        while server.model("shop").version != "2" and time.monotonic() < limit:
+            time.sleep(0.02)
+        answer = server.answer(X)
+        assert answer.version == "2"
+        np.testing.assert_allclose(answer.outputs["out"], shop.predict(X), atol=1e-6)
+
+
 def test_keys_that_are_gone_get_their_first_rows_again(shop: Shop) -> None:
     shop.exporter.export()
     fresh = shop.predict(rows([9999]))
@@ -180,7 +197,7 @@ def test_a_server_that_follows_mixes_no_versions(shop: Shop) -> None:
             exported = shop.exporter.export()
             expected[str(exported.number)] = shop.predict(X)
             while server.model("shop").version != str(number):
-                pass
+                time.sleep(0.005)
             server.answer(X)
         done.set()
         asking.join()
