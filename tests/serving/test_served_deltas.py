@@ -230,7 +230,7 @@ def test_old_exports_are_removed_and_a_new_exporter_begins_with_a_full_one(tmp_p
 def test_after_a_server_is_killed_comes_a_full_export(tmp_path: Path) -> None:
     how: dict[str, Any] = {"heartbeat_s": 0.2, "logs": False, "snapshot_every": 1}
     with (
-        LocalCluster(1, 1, **how) as cluster,
+        LocalCluster(1, 2, **how) as cluster,
         mw.ParameterServer(cluster) as strategy,
         mw.DeltaExporter(build(), strategy, tmp_path) as exporter,
     ):
