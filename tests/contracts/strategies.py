@@ -134,13 +134,17 @@ def tokens() -> keras.Model:
     )
 
 
-def chain() -> keras.Model:
+def chain(*after: keras.Layer) -> keras.Model:
     """Eight equal blocks between two layers that differ, some of them kernels for ZeRO."""
     layers = keras.layers
     blocks = [layers.Dense(24, activation="tanh", name=f"block{n}") for n in range(8)]
-    return classifier(
-        "chain", keras.Input([12]), layers.Dense(24, activation="gelu", name="first"), *blocks
-    )
+    first = layers.Dense(24, activation="gelu", name="first")
+    return classifier("chain", keras.Input([12]), first, *blocks, *after)
+
+
+def topped() -> keras.Model:
+    """The same with a layer after the blocks that takes as many FLOPs as all of them."""
+    return chain(keras.layers.Dense(192, activation="gelu", name="top"))
 
 
 def lines() -> keras.Model:
@@ -186,6 +190,7 @@ SUBJECTS = {
         lambda draw, rows: draw.normal(size=[rows, 16]),
     ),
     "chain": Subject(chain, lambda draw, rows: draw.normal(size=[rows, 12])),
+    "topped": Subject(topped, lambda draw, rows: draw.normal(size=[rows, 12])),
     "lines": Subject(lines, lambda draw, rows: draw.normal(size=[rows, 6, 3])),
     "levels": Subject(levels, lambda draw, rows: draw.normal(size=[rows, 12])),
     "towers": Subject(towers, lambda draw, rows: draw.normal(size=[rows, 12])),
@@ -217,6 +222,7 @@ _LAYERS = {
     "images": ("conv", "strided", "output"),
     "tokens": ("words", "lstm", "output"),
     "chain": ("first", "block", "output"),
+    "topped": ("first", "block", "top", "output"),
     "lines": ("first", "block", "output"),
     "levels": ("level", "output"),
     "towers": ("first", "tower", "top", "output"),
@@ -310,6 +316,17 @@ PIPELINES = [
     ),
     _piped("stage4-1f1b-zero2", {"stage": 4, "data": 2}, mw.Pipeline("stage", 8), zero=2),
     _piped("stage8-1f1b", {"stage": 8}, mw.Pipeline("stage", 16)),
+    _piped(  # all stages compute the loss
+        "stage4-1f1b-shared-loss", {"stage": 4, "data": 2}, mw.Pipeline("stage", 8), "topped"
+    ),
+    _piped(
+        "stage2-gpipe-shared-loss",
+        {"stage": 2, "data": 2, "model": 2},
+        mw.Pipeline("stage", 4, "gpipe"),
+        "topped",
+        _BLOCKS,
+        zero=1,
+    ),
     _piped(
         "stage2-circular-model",
         {"stage": 2, "data": 2, "model": 2},

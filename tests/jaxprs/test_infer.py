@@ -688,7 +688,8 @@ def test_both_dims_of_a_square_kernel_stay_apart():
     assert dims_of(graph, "0") == ["0.in", "0.out"]
     assert dims_of(graph, "1") == ["0.in", "1.out"]
     added = [each for each in graph.operations if each.kind == "add" and each.joints]
-    moved = [(graph.dims[j.source].name, graph.dims[j.target].name) for e in added for j in e.joints]
+    joints = [joint for each in added for joint in each.joints]
+    moved = [(graph.dims[j.source].name, graph.dims[j.target].name) for j in joints]
     assert moved[:2] == [("0.out", "0.in"), ("1.out", "0.in")]
 
 

@@ -202,12 +202,19 @@ GUESS = Hardware(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("schedule", "repeats"),
-    [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("circular", 2)],  # the first is of two loops
+    ("schedule", "repeats", "words"),
+    [
+        ("gpipe", 1, 256),  # of two loops
+        ("1f1b", 1, 256),
+        ("zero_bubble", 1, 256),
+        ("circular", 2, 256),
+        ("gpipe", 1, 2048),  # whose loss all stages compute
+        ("1f1b", 1, 2048),
+    ],
 )
-def test_a_compiled_step_takes_what_its_stages_take_and_sends_as_often(schedule, repeats):
+def test_a_compiled_step_takes_what_its_stages_take_and_sends_as_often(schedule, repeats, words):
     """Of ten blocks on four stages."""
-    program, ids = program_of(width=32, words=256, blocks=10), shape(16, TOKENS, dtype="int32")
+    program, ids = program_of(width=32, words=words, blocks=10), shape(16, TOKENS, dtype="int32")
     strategy = mw.Sharded(
         mw.Mesh({"stage": 4, "data": 2}),
         batch="data",
@@ -221,10 +228,12 @@ def test_a_compiled_step_takes_what_its_stages_take_and_sends_as_often(schedule,
         for one in report.collectives:
             if one.kind == "collective-permute" and one.bytes_per_device > 8:  # that is the loss
                 counted[one.bytes_per_device] += one.count
-    times = (1 if schedule == "gpipe" else 2) * len(reports[0].ticks.ticks)
+    ticks, shares = reports[0].ticks.ticks, reports[0].ticks.shares_loss
+    assert shares == (words > 256)  # with one micro-batch a stage, all forward passes come first
+    times = (1 if schedule == "gpipe" and not shares else 2) * len(ticks)
     assert sent == [{2 * TOKENS * 32 * 4: times}] * 2
     compiled, modelled = (report.estimate for report in reports)
-    block, head = 3 * 2 * 2 * 16 * TOKENS * 32 * HIDDEN, 3 * 2 * 16 * TOKENS * 32 * 256
+    block, head = 3 * 2 * 2 * 16 * TOKENS * 32 * HIDDEN, 3 * 2 * 16 * TOKENS * 32 * words
     for found in (compiled, modelled):
         assert found.sums.own_flops * 8 == pytest.approx(10 * block + head)
     assert compiled.compute_s == pytest.approx(modelled.step_time_s, rel=0.15)

@@ -80,7 +80,10 @@ def run_here(
 
 
 def run_serving(
-    request: DryRunOptions, rows: Sequence[int], timeout_s: float, precision: Precision | None = None
+    request: DryRunOptions,
+    rows: Sequence[int],
+    timeout_s: float,
+    precision: Precision | None = None,
 ) -> ServingReport:
     """What serving the model takes for batches of these sizes; the layouts are those of training,
     without what only that needs."""

@@ -8,6 +8,7 @@ what all blocks read alike, the loss and the state after it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -377,6 +378,30 @@ class Functions:
         """What comes after the blocks: the loss, metrics and logs."""
         traced = self.blocks.traced
         return [traced.loss, *traced.metrics.values(), *traced.logs.values()]
+
+    @functools.cached_property
+    def met(self) -> tuple[Var, ...]:
+        """What metrics and logs need of a micro-batch, whatever came before it."""
+        traced = self.blocks.traced
+        late = {var for var, (part, _) in traced.arguments.items() if part == "metrics"}
+        wanted = [*traced.metrics.values(), *traced.logs.values()]
+        read = dict.fromkeys(variables(wanted))
+        for number in self._slice(wanted, self.leaves):
+            eqn = self._jaxpr.eqns[number]
+            if late.intersection(variables(eqn.invars)):
+                late.update(eqn.outvars)
+                read |= dict.fromkeys(variables(eqn.invars))
+        made = {*self._made, *self.leaves}
+        return tuple(var for var in read if var in made and var not in late)
+
+    @property
+    def measures_little(self) -> bool:
+        """Whether metrics and logs need less of a micro-batch than what its last block makes."""
+        met, made = (
+            sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in of)
+            for of in (self.met, self.leaves)
+        )
+        return met <= made
 
     @functools.cached_property
     def flops(self) -> tuple[float, float, float]:

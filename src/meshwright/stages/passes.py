@@ -107,26 +107,61 @@ class Passes:
 
     def at_loss(self, y: list[Any], results: dict[str, Any], micro: Any) -> Any:
         """Gradients, metrics and logs with those of a micro-batch, and the gradient of ``y``."""
+        gradient, grads, met = self.at_own_loss(y, results["grads_after"], micro)
+        metrics, logs = self._measured(results["metrics"], results["logs"], met, micro)
+        return {**results, "grads_after": grads, "metrics": metrics, "logs": logs}, gradient
+
+    def at_own_loss(
+        self, y: list[Any], grads: Arrays, micro: Any
+    ) -> tuple[list[Any], Arrays, list[Any]]:
+        """The gradient of ``y``, gradients with those of a micro-batch, and what its metrics need,
+        whatever came before it."""
         import jax
 
-        traced, functions = self._setting.traced, self._functions
-        rest = self.rest._replace(metrics=results["metrics"])
+        functions = self._functions
 
         def tail(params: Arrays, y: list[Any]) -> Any:
-            known = self._known(params, micro, rest)
+            known = self._known(params, micro, self.rest)
             known |= dict(zip(functions.leaves, y, strict=True))
-            loss, *more = functions.evaluate(functions.results, known)
-            return loss, more
+            loss, *met = functions.evaluate([self._setting.traced.loss, *functions.met], known)
+            return loss, met
 
-        loss, pull, more = jax.vjp(tail, self.after, y, has_aux=True)
+        loss, pull, met = jax.vjp(tail, self.after, y, has_aux=True)
         share = self._share if self._setting.takes_mean else 1.0
         params, gradient = pull(jax.numpy.asarray(share, loss.dtype))
-        metrics = dict(zip(traced.metrics, more, strict=False))
-        logs = dict(zip(traced.logs, more[len(metrics) :], strict=True))
+        return gradient, _added(grads, params), met
+
+    def _measured(
+        self, metrics: Arrays, logs: Arrays, met: list[Any], micro: Any
+    ) -> tuple[Arrays, Arrays]:
+        """Metrics and logs with those of a micro-batch."""
+        traced, functions = self._setting.traced, self._functions
+        known = self._known(self.after, micro, self.rest._replace(metrics=metrics))
+        known |= dict(zip(functions.met, met, strict=True))
+        more = functions.evaluate([*traced.metrics.values(), *traced.logs.values()], known)
+        new = dict(zip(traced.logs, more[len(traced.metrics) :], strict=True))
         if self._setting.logs_of_one:
-            logs = {p: before + self._share * logs[p] for p, before in results["logs"].items()}
-        grads = _added(results["grads_after"], params)
-        return {**results, "grads_after": grads, "metrics": metrics, "logs": logs}, gradient
+            new = {path: before + self._share * new[path] for path, before in logs.items()}
+        return dict(zip(traced.metrics, more, strict=False)), new
+
+    def measured(self, metrics: Arrays, logs: Arrays, met: list[Any]) -> tuple[Arrays, Arrays]:
+        """The same of all micro-batches, in their order: of each one what :meth:`at_own_loss` gave,
+        as arrays with a dim of a stage's micro-batches in front."""
+        import jax
+        import jax.numpy as jnp
+
+        def in_order(values: Any) -> Any:
+            every = jax.lax.all_gather(values, self._setting.axis)  # the last stage has the first
+            every = jnp.flip(every, 0).swapaxes(0, 1)
+            return every.reshape(-1, *every.shape[2:])
+
+        def one(so_far: tuple[Arrays, Arrays], at: Any) -> tuple[tuple[Arrays, Arrays], None]:
+            micro, met = at
+            return self._measured(*so_far, met, micro), None
+
+        count = self._setting.plan.table.micro_batches
+        every = jnp.arange(count), list(map(in_order, met))
+        return jax.lax.scan(one, (metrics, logs), every)[0]
 
     # A run of blocks
 

@@ -59,8 +59,11 @@ class Pipeline:
         """Whether a backward pass computes its forward pass again."""
         return self.schedule != "zero_bubble" if self.remat_stages is None else self.remat_stages
 
-    def table(self, stages: int) -> TickTable:
+    def table(self, stages: int, shares_loss: bool = False) -> TickTable:
         """What each of ``stages`` stages does at each tick.
+
+        With ``shares_loss`` all of them compute what comes after the blocks, each for its part of
+        the micro-batches, as a step does where that is much faster.
 
         Raises :class:`~meshwright.PipelineError` where the micro-batches of a circular schedule do
         not divide over the stages. Warns if there are fewer micro-batches than stages.
@@ -75,7 +78,15 @@ class Pipeline:
                 f"each stage; micro_batches={self.micro_batches} does not divide. The nearest that "
                 f"do: {' and '.join(nearest)}."
             )
-        table = table_of(self.schedule, stages, self.micro_batches, self.repeats)
+        if shares_loss and (self.schedule == "zero_bubble" or self.micro_batches % stages):
+            raise PipelineError(
+                f"shares_loss=True is not supported with schedule={self.schedule!r} and "
+                f"micro_batches={self.micro_batches} on {stages} stages: it needs micro-batches "
+                "that divide over the stages, and another schedule than 'zero_bubble'."
+            )
+        table = table_of(
+            self.schedule, stages, self.micro_batches, self.repeats, shares_loss=shares_loss
+        )
         if self.micro_batches < stages:
             warn(
                 f"micro_batches={self.micro_batches} over {stages} stages leaves each device idle "

@@ -32,6 +32,9 @@ class Row(NamedTuple):
     weights_repeat: Any
     weights_slot: Any
     weights_cut_slot: Any
+    loss: Any  # micro-batch of which what comes after the blocks is computed, where all stages do
+    loss_slot: Any  # of its result, then of the gradient of that
+    loss_begins: Any  # slot of the gradients that go around from this tick on
     stage: Any
     arriving: Any  # slot that the neighbour's result goes to
     arriving_gradient: Any
@@ -63,6 +66,7 @@ class TickPlan:
     slots: int
     gradient_slots: int
     cut_slots: int
+    loss_slots: int = 0
 
     def phases(self) -> list[Phase]:
         """Runs of ticks in which any stage works forward, backward, or on gradients of weights.
@@ -97,10 +101,12 @@ class TickPlan:
         """The plan of a table; ``keeps_results`` where what comes after the blocks is not computed
         again, but reads their results when it is differentiated."""
         stages = range(table.stages)
+        keeps_results &= not table.shares_loss
         inputs = [_slots(table.kept(stage)) for stage in stages]
         results = [table.kept_results(stage) if keeps_results else {} for stage in stages]
         gradients = [_slots(table.kept_gradients(s) | results[s]) for s in stages]
         cuts = [_slots(table.kept_cuts(stage)) for stage in stages]
+        losses = _slots(table.kept_losses())
         slots, gradient_slots, cut_slots = (
             max(map(_count, of)) for of in (inputs, gradients, cuts)
         )
@@ -127,6 +133,8 @@ class TickPlan:
                 rows.backward[at], rows.backward_repeat[at], rows.backward_slot[at] = *chunk, slot
                 rows.gradient_slot[at] = gradients[stage].get(chunk, gradient_slots)
                 rows.cut_slot[at] = cut
+            elif work.kind == "loss":
+                rows.loss[at], rows.loss_slot[at] = work.micro_batch, losses[table.group_of(chunk)]
             elif cut != NOTHING:
                 here = (*at, int((rows.weights[at] != NOTHING).sum()))
                 rows.weights[here], rows.weights_repeat[here] = chunk
@@ -141,7 +149,9 @@ class TickPlan:
                 assert sender is not None  # or no gradient arrives for it
                 at = table.when[sender[0], Work("backward", *sender[1])] + 1
                 rows.arriving_gradient[at, stage] = gradients[stage][chunk]
-        return cls(table, rows, slots, gradient_slots, cut_slots)
+        for group, (_, tick) in table.kept_losses().items():
+            rows.loss_begins[tick] = losses[group]
+        return cls(table, rows, slots, gradient_slots, cut_slots, _count(losses))
 
 
 def _slots(spans: dict[Chunk, tuple[int, int]]) -> dict[Chunk, int]:

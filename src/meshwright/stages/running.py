@@ -165,5 +165,8 @@ class Runner:
         for phase in setting.plan.loops(setting.skips):
             part = Row(*(values[phase.first : phase.end] for values in rows))
             last, _ = jax.lax.scan(functools.partial(ticks.take, phase), last, part)
-        tops = last.grads_before, last.grads_after, last.metrics, last.logs
+        metrics, logs = last.metrics, last.logs
+        if setting.deal.shares_loss:
+            metrics, logs = passes.measured(metrics, logs, last.met)
+        tops = last.grads_before, last.grads_after, metrics, logs
         return passes.joined(last.own_grads), *jax.tree.map(lambda value: value[None], tops)

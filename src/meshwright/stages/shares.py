@@ -24,6 +24,7 @@ class StageShare(NamedTuple):
     params: tuple[str, ...] = ()  # what a stage that differs reads
     kind: Literal["stage", "branches"] = "stage"
     held_bytes: int = 0
+    after_of: int = 1  # stages that compute what comes after, each for its micro-batches
 
 
 def unequal_shares(segments: Segments) -> tuple[StageShare, ...]:
@@ -48,9 +49,12 @@ def equal_shares(blocks: Blocks, deal: Deal) -> tuple[StageShare, ...]:
     total = before + block * blocks.count + after or 1.0
     shares = []
     for stage in range(deal.stages):
-        is_first, is_last, own = stage == 0, stage == deal.stages - 1, deal.blocks_of(stage)
-        flops = block * len(own) + before * is_first + after * is_last
-        shares.append(StageShare(stage, own, is_first, is_last, flops / total))
+        is_first, own = stage == 0, deal.blocks_of(stage)
+        has_after = stage == deal.stages - 1 or deal.shares_loss
+        of = deal.stages if deal.shares_loss else 1
+        flops = block * len(own) + before * is_first + after / of * has_after
+        share = StageShare(stage, own, is_first, has_after, flops / total)
+        shares.append(share._replace(after_of=of))
     return tuple(shares)
 
 
@@ -72,6 +76,7 @@ class LayerStages(NamedTuple):
 def layers_of_blocks(blocks: Blocks, deal: Deal) -> tuple[LayerStages, ...]:
     """Of stages of equal blocks: a row for each layer of a block, over all blocks."""
     functions, last = blocks.functions, str(deal.stages - 1)
+    every = ", ".join(map(str, range(deal.stages)))
     stage_of = {block: stage for stage in range(deal.stages) for block in deal.blocks_of(stage)}
     groups = itertools.groupby(stage_of[block] for block in range(deal.count))
     counts = [(stage, len(list(of))) for stage, of in groups]
@@ -83,6 +88,8 @@ def layers_of_blocks(blocks: Blocks, deal: Deal) -> tuple[LayerStages, ...]:
     before = dict.fromkeys(map(_layer_of, functions.params_before), "0")
     after = dict.fromkeys(map(_layer_of, functions.params_after), last)
     both = {layer: f"0, {last}" for layer in before if layer in after and last != "0"}
+    if deal.shares_loss:
+        after, both = dict.fromkeys(after, every), dict.fromkeys(both, every)
     return (
         *(LayerStages(*item) for item in ({**before, **both}).items()),
         *(LayerStages(f"{row[0]} to {row[-1]}", ", ".join(runs)) for row in by_block),

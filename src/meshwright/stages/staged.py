@@ -64,6 +64,7 @@ class Staged:
     flops: tuple[float, float, float] = (0.0, 0.0, 0.0)
     layers: tuple[LayerStages, ...] = ()
     of_cut: tuple[str, ...] = ()  # what to know of how it was cut
+    may_share_loss: bool = False  # all stages may compute what comes after the blocks
 
     @classmethod
     def of(
@@ -84,6 +85,7 @@ class Staged:
         count = pipeline.micro_batches
         traced = traced_of(program, placement, count, abstract_of(program), micro)
         cut, why = _cut(program, traced, placement, pipeline)
+        may_share = False
         notes = () if why is None else (f"the stages differ: {why}",)
         if isinstance(cut, Segments):
             notes += notes_of(cut, placement, leaves_of(micro)[0][0].shape[0], count)
@@ -93,6 +95,7 @@ class Staged:
             flops = 0.0, max(cut.flops), 0.0
         else:
             blocks, dealt = cut
+            may_share = _may_share_loss(blocks, pipeline)
             stacking = Stacking.of(program, placement, pipeline.axis, blocks.params, dealt)
             functions, shares = blocks.functions, equal_shares(blocks, dealt)
             layers = layers_of_blocks(blocks, dealt)
@@ -110,12 +113,19 @@ class Staged:
             flops=flops,
             layers=layers,
             of_cut=notes,
+            may_share_loss=may_share,
         )
 
     @property
     def ticks(self) -> TickTable | None:
         """What each stage does at each tick of a step, where stages take turns."""
-        return self.pipeline.table(self.placement.mesh[self.pipeline.axis])
+        stages = self.placement.mesh[self.pipeline.axis]
+        return self.pipeline.table(stages, self.shares_loss)
+
+    @property
+    def shares_loss(self) -> bool:
+        """Whether all stages compute what comes after the blocks, each for its micro-batches."""
+        return isinstance(self.dealt, Deal) and self.dealt.shares_loss
 
     @property
     def skips(self) -> bool:
@@ -219,12 +229,12 @@ class Staged:
 
     def _setting(self, blocks: Blocks | Segments, deal: Deal, by_piece: Blocks | None) -> Setting:
         pipeline, placement = self.pipeline, self.placement
-        stages = placement.mesh[pipeline.axis]
+        table = pipeline.table(placement.mesh[pipeline.axis], deal.shares_loss)
         return Setting(
             blocks=blocks,
             deal=deal,
             by_piece=by_piece,
-            plan=TickPlan.of(pipeline.table(stages), keeps_results=not pipeline.does_remat),
+            plan=TickPlan.of(table, keeps_results=not pipeline.does_remat),
             mesh=placement.mesh.jax_mesh,
             axis=pipeline.axis,
             rows=placement.batch_axes,
@@ -331,7 +341,8 @@ def _better(
 ) -> Segments | None:
     """Stages that differ, where the busiest has far less to do than that of equal blocks."""
     before, block, after = flops = blocks.functions.flops
-    enough = _FAR_LESS * deal.tick_flops(flops)
+    share = after / deal.stages * deal.shares_loss
+    enough = _FAR_LESS * (deal.tick_flops(flops) + share)
     even = (before + block * blocks.count + after) / deal.stages
     if pipeline.cuts is not None or even >= enough or blocks.largest_flops >= enough:
         return None
@@ -382,9 +393,13 @@ def _blocks(traced: Traced, placement: Placement, pipeline: Pipeline) -> Blocks:
 def _deal(program: Program, blocks: Blocks, placement: Placement, pipeline: Pipeline) -> Deal:
     """Which blocks each stage gets: as a person cuts the model, or those of the shortest tick."""
     stages, repeats = placement.mesh[pipeline.axis], pipeline.repeats
+    skips = runs_alone(dict(placement.mesh.axes), pipeline.axis, placement.batch_axes)
+    flops, count = blocks.functions.flops, blocks.count
+    may_share = _may_share_loss(blocks, pipeline)
+    if pipeline.cuts is None and may_share:
+        return Deal.fastest(count, stages, repeats, flops, skips, pipeline.micro_batches)
     if pipeline.cuts is None:
-        skips = runs_alone(dict(placement.mesh.axes), pipeline.axis, placement.batch_axes)
-        return Deal.best(blocks.count, stages, repeats, blocks.functions.flops, skips)
+        return Deal.best(count, stages, repeats, flops, skips)
     sizes = sizes_of(pipeline.cuts, blocks.params[0], program.params)
     if sizes is None:
         first = ", ".join(blocks.params[0][:3])
@@ -397,7 +412,12 @@ def _deal(program: Program, blocks: Blocks, placement: Placement, pipeline: Pipe
             f"{stages} stages{f' x {repeats} repeats' * (repeats > 1)} need "
             f"{stages * repeats - 1} cuts; received {list(pipeline.cuts)}."
         )
-    return Deal(stages, repeats, sizes)
+    deal = Deal(stages, repeats, sizes)
+    return deal.or_shared(deal, flops, skips, pipeline.micro_batches) if may_share else deal
+
+
+def _may_share_loss(blocks: Blocks, pipeline: Pipeline) -> bool:
+    return pipeline.schedule != "zero_bubble" and blocks.functions.measures_little
 
 
 def over_stacks(program: Program, stacking: Stacking) -> Program:

@@ -10,20 +10,21 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ..views import Viewable, view_of
 
-Kind = Literal["forward", "backward", "weights"]
+Kind = Literal["loss", "forward", "backward", "weights"]
 LATE_WEIGHTS = 2  # gradients of weights that had to wait, at most in one tick
-_KINDS: tuple[Kind, ...] = ("forward", "backward", "weights")  # as they follow each other in a tick
+_KINDS: tuple[Kind, ...] = get_args(Kind)  # as they follow each other in a tick
 
 
 class Work(NamedTuple):
     """One pass of a micro-batch through a stage.
 
     ``repeat`` says which of the stage's runs of blocks, where a schedule goes around several times.
-    ``"weights"`` is the gradient of the weights where ``"backward"`` leaves it for later.
+    ``"weights"`` is the gradient of the weights where ``"backward"`` leaves it for later, and
+    ``"loss"`` what comes after the blocks, with its gradients, where all stages compute it.
     """
 
     kind: Kind
@@ -70,6 +71,11 @@ class TickTable(Viewable):
     def splits_backward(self) -> bool:
         """Whether the gradients of weights are work of their own."""
         return any(work.kind == "weights" for _, _, work in self.works())
+
+    @functools.cached_property
+    def shares_loss(self) -> bool:
+        """Whether all stages compute what comes after the blocks, each for its micro-batches."""
+        return any(work.kind == "loss" for _, _, work in self.works())
 
     def works(self) -> Iterator[tuple[int, int, Work]]:
         """``(tick, stage, work)`` in the order in which they happen."""
@@ -131,7 +137,8 @@ class TickTable(Viewable):
     def _costs(self, forward: float, backward: float, weights: float) -> dict[Kind, float]:
         whole = backward if self.splits_backward else backward + weights
         runs = self.repeats
-        return {"forward": forward / runs, "backward": whole / runs, "weights": weights / runs}
+        costs = {"loss": 0.0, "forward": forward, "backward": whole, "weights": weights}
+        return {kind: costs[kind] / runs for kind in _KINDS}
 
     # What is kept
 
@@ -173,6 +180,20 @@ class TickTable(Viewable):
             if where == stage and work.kind == "weights"
         }
         return {chunk: (first, last) for chunk, (first, last) in spans.items() if first < last}
+
+    def kept_losses(self) -> dict[Chunk, tuple[int, int]]:
+        """The same of what all stages begin the loss with, by the first chunk of each group of
+        micro-batches, until its gradients go around to the last stage."""
+        last = self.stages - 1
+        return {
+            work.chunk: (tick, self.when[last, Work("backward", *work.chunk)])
+            for tick, _, work in self.works()
+            if work.kind == "loss" and work.chunk == self.group_of(work.chunk)
+        }
+
+    def group_of(self, chunk: Chunk) -> Chunk:
+        """The first chunk of the group whose losses are computed together, one by each stage."""
+        return chunk._replace(micro_batch=chunk.micro_batch // self.stages * self.stages)
 
     def _last_uses(self) -> dict[int, dict[Chunk, int]]:
         uses: dict[int, dict[Chunk, int]] = defaultdict(dict)
@@ -216,7 +237,7 @@ class TickTable(Viewable):
         return [*self._wrong_counts(), *self._too_early()]
 
     def _wrong_counts(self) -> Iterator[str]:
-        kinds = _KINDS if self.splits_backward else _KINDS[:2]
+        kinds = _KINDS[1:] if self.splits_backward else _KINDS[1:3]
         seen = Counter((stage, work) for _, stage, work in self.works())
         wanted = {
             (stage, Work(kind, micro, repeat))
@@ -225,12 +246,17 @@ class TickTable(Viewable):
             for repeat in range(self.repeats)
             for kind in kinds
         }
+        if self.shares_loss:
+            for micro in range(self.micro_batches):
+                stage = self.stages - 1 - micro % self.stages
+                wanted.add((stage, Work("loss", micro, self.repeats - 1)))
         for key in sorted(wanted | set(seen)):
             if seen[key] != (key in wanted):
                 yield f"stage {key[0]} does {key[1]} {seen[key]} times"
 
     def _too_early(self) -> Iterator[str]:
         senders = {"forward": self.before, "backward": self.after}
+        yield from self._too_early_for_losses()
         for tick, stage, work in self.works():
             of = senders.get(work.kind)
             sender = of(stage, work.chunk) if of else None
@@ -238,13 +264,22 @@ class TickTable(Viewable):
                 sent = self.when.get((sender[0], Work(work.kind, *sender[1])), tick)
                 if sent >= tick:
                     yield f"stage {stage} does {work} at tick {tick}, before its input is there"
-            for kind in _KINDS[: _order(work)]:
+            for kind in _KINDS[1 : _order(work)]:
                 if self.when.get((stage, Work(kind, *work.chunk)), tick) > tick:
                     yield f"stage {stage} does {work} at tick {tick}, before its {kind} pass"
         for tick, row in enumerate(self.ticks):
             for stage, works in enumerate(row):
                 if list(works) != sorted(works, key=_order):
                     yield f"stage {stage} works backward before forward at tick {tick}"
+
+    def _too_early_for_losses(self) -> Iterator[str]:
+        last = self.stages - 1
+        for tick, stage, work in self.works():
+            if work.kind == "loss":
+                if self.when.get((last, Work("forward", *work.chunk)), tick) >= tick:
+                    yield f"stage {stage} does {work} at tick {tick}, before the blocks' result"
+                if self.when.get((last, Work("backward", *work.chunk)), tick) < tick:
+                    yield f"stage {stage} does {work} at tick {tick}, after its backward pass"
 
 
 def most_at_once(spans: dict[Chunk, tuple[int, int]]) -> int:
@@ -261,9 +296,17 @@ def most_at_once(spans: dict[Chunk, tuple[int, int]]) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def table_of(schedule: str, stages: int, micro_batches: int, repeats: int = 1) -> TickTable:
-    """The table of a schedule; circular ones need micro-batches that divide over the stages."""
-    ticks = _SCHEDULES[schedule](stages, micro_batches, repeats)
+def table_of(
+    schedule: str, stages: int, micro_batches: int, repeats: int = 1, shares_loss: bool = False
+) -> TickTable:
+    """The table of a schedule; circular ones need micro-batches that divide over the stages, and
+    so do those in which all stages compute what comes after the blocks.
+
+    >>> print(*table_of("1f1b", stages=2, micro_batches=2, shares_loss=True).ticks[3])
+    (Work(kind='loss', micro_batch=1, repeat=0),) (Work(kind='loss', micro_batch=0, repeat=0), \
+Work(kind='backward', micro_batch=0, repeat=0))
+    """
+    ticks = _SCHEDULES[schedule](stages, micro_batches, repeats, shares_loss)
     return TickTable(schedule, stages, micro_batches, repeats, ticks)
 
 
@@ -271,22 +314,28 @@ def table_of(schedule: str, stages: int, micro_batches: int, repeats: int = 1) -
 # later than at stage 0, and its gradient comes back as many ticks apart.
 
 
-def _gpipe(stages: int, micro_batches: int, _: int) -> tuple[Row, ...]:
-    return _staggered(stages, micro_batches, 1, begin=micro_batches + stages - 1)
+def _gpipe(stages: int, micro_batches: int, _: int, shares_loss: bool) -> tuple[Row, ...]:
+    return _staggered(stages, micro_batches, 1, micro_batches + stages - 1, shares_loss)
 
 
-def _one_forward_one_backward(stages: int, micro_batches: int, _: int) -> tuple[Row, ...]:
-    return _staggered(stages, micro_batches, 1, begin=stages - 1)
+def _one_forward_one_backward(
+    stages: int, micro_batches: int, _: int, shares_loss: bool = False
+) -> tuple[Row, ...]:
+    return _staggered(stages, micro_batches, 1, stages - 1 + stages * shares_loss, shares_loss)
 
 
-def _circular(stages: int, micro_batches: int, repeats: int) -> tuple[Row, ...]:
-    return _staggered(stages, micro_batches, repeats, begin=stages * repeats - 1)
+def _circular(stages: int, micro_batches: int, repeats: int, shares_loss: bool) -> tuple[Row, ...]:
+    begin = stages * (repeats + shares_loss) - 1
+    return _staggered(stages, micro_batches, repeats, begin, shares_loss)
 
 
-def _staggered(stages: int, micro_batches: int, repeats: int, begin: int) -> tuple[Row, ...]:
+def _staggered(
+    stages: int, micro_batches: int, repeats: int, begin: int, shares_loss: bool
+) -> tuple[Row, ...]:
     """Groups of as many micro-batches as stages, each ``repeats`` times around without a pause.
 
-    ``begin`` is the tick at which the last stage takes its first gradient.
+    ``begin`` is the tick at which the last stage takes its first gradient. With ``shares_loss`` the
+    results of a group have gone around to all stages a tick after the last of them was made.
     """
     ticks: dict[int, list[list[Work]]] = defaultdict(lambda: [[] for _ in range(stages)])
     for stage in range(stages):
@@ -298,6 +347,10 @@ def _staggered(stages: int, micro_batches: int, repeats: int, begin: int) -> tup
                 after = (group * repeats + repeats - 1 - repeat) * stages + place
                 tick = begin + stages - 1 - stage + after
                 ticks[tick][stage].append(Work("backward", micro, repeat))
+    for micro in range(micro_batches if shares_loss else 0):
+        group, place = divmod(micro, stages)
+        tick = (group * repeats + repeats + 1) * stages - 1
+        ticks[tick][stages - 1 - place].append(Work("loss", micro, repeats - 1))
     rows = (ticks[tick] for tick in range(max(ticks) + 1))
     return tuple(tuple(tuple(sorted(works, key=_order)) for works in row) for row in rows)
 
@@ -309,10 +362,11 @@ def _order(work: Work) -> int:
 # Zero bubble: 1F1B, with gradients of weights left for the ticks in which a stage has nothing else.
 
 
-def _zero_bubble(stages: int, micro_batches: int, _: int) -> tuple[Row, ...]:
+def _zero_bubble(stages: int, micro_batches: int, _: int, shares_loss: bool) -> tuple[Row, ...]:
     """A gradient of weights waits where it would make the tick longer: while other stages have no
     backward pass yet, or no forward pass any more. What waits is done in the ticks after a stage's
     last backward pass, two in each. No stage keeps more than the first one of 1F1B does."""
+    assert not shares_loss
     rows = [list(row) for row in _one_forward_one_backward(stages, micro_batches, 1)]
     for stage in range(stages):
         waiting = list[Work]()
@@ -331,7 +385,7 @@ def _zero_bubble(stages: int, micro_batches: int, _: int) -> tuple[Row, ...]:
     return tuple(map(tuple, rows))
 
 
-_SCHEDULES: dict[str, Callable[[int, int, int], tuple[Row, ...]]] = {
+_SCHEDULES: dict[str, Callable[[int, int, int, bool], tuple[Row, ...]]] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
     "circular": _circular,

@@ -25,6 +25,10 @@ class Carry(NamedTuple):
     grads_after: Any
     metrics: Any
     logs: Any
+    losses: Any = ()  # where all stages compute the loss: results, then their gradients
+    met: Any = ()  # what metrics need of each micro-batch of this stage
+    around: Any = ()  # a result on its way to the stage that computes its loss
+    coming: Any = ()  # a gradient on its way from there to the last stage
 
 
 class Ticks:
@@ -55,6 +59,7 @@ class Ticks:
             ]
 
         logs = {p: jnp.zeros(v.aval.shape, v.aval.dtype) for p, v in traced.logs.items()}
+        losses = self._no_losses(buffers) if self._shares_loss else {}
         return Carry(
             inputs=buffers(plan.slots + 1),
             gradients=buffers(plan.gradient_slots + 1),
@@ -67,7 +72,25 @@ class Ticks:
             grads_after=jax.tree.map(jnp.zeros_like, passes.after),
             metrics=passes.rest.metrics,
             logs=logs,
+            **losses,
         )
+
+    @property
+    def _shares_loss(self) -> bool:
+        return self._setting.deal.shares_loss
+
+    def _no_losses(self, buffers: Callable[[int], list[Any]]) -> dict[str, Any]:
+        """Before the first tick, of what all stages do after the blocks."""
+        import jax
+        import jax.numpy as jnp
+
+        table, passes = self._table, self._passes
+        at_loss = passes.at_own_loss
+        shapes = jax.eval_shape(lambda: at_loss(self._nothing(), passes.after, 0)[2])
+        count = table.micro_batches // table.stages
+        met = [jnp.zeros((count, *of.shape), of.dtype) for of in shapes]
+        nothing = {"around": self._nothing(), "coming": self._nothing()}
+        return {"losses": buffers(self._setting.plan.loss_slots), "met": met, **nothing}
 
     def _nothing(self) -> list[Any]:
         import jax.numpy as jnp
@@ -125,11 +148,15 @@ class Ticks:
         row = Row(*(value[0] for value in rows))  # of this stage
         back = self._send(carry.leaving, -1) if phase.backward else carry.leaving
         back, inputs = _one_after_the_other((back, carry.inputs))
+        if self._shares_loss:
+            back, carry = self._at_losses(phase, back, carry, row)
         carry = carry._replace(
             inputs=_put(inputs, row.arriving, carry.arriving),
             gradients=_put(carry.gradients, row.arriving_gradient, back),
         )
         carry, y = self._forward(phase, carry, row)
+        if self._shares_loss and phase.forward:
+            carry = carry._replace(around=self._sent_around(carry, row, y))
         carry, gradient = self._backward(phase, carry, row)
         carry = self._late_weights(phase, carry, row)
         y, carry = _one_after_the_other((y, carry))
@@ -142,12 +169,51 @@ class Ticks:
         """One of two, by what this stage has to do; both where devices must stay together."""
         return self._setting.either(holds, yes, no) if ever else no()
 
-    def _send(self, values: list[Any], step: int) -> list[Any]:
+    # What comes after the blocks, where all stages compute it: the results of as many micro-batches
+    # as there are stages go around until every stage has one, and their gradients go on from there
+    # to the last stage, one at each tick.
+
+    def _at_losses(
+        self, phase: Phase, back: list[Any], carry: Carry, row: Row
+    ) -> tuple[list[Any], Carry]:
+        """With losses and their gradients, in the ticks that have them, and the gradients a stage
+        further."""
+        import jax
+        import jax.numpy as jnp
+
+        def work() -> tuple[Any, ...]:
+            at_loss = self._passes.at_own_loss
+            gradient, grads, met = at_loss(carry.around, carry.grads_after, row.loss)
+            number = row.loss // self._table.stages
+            return _put(carry.losses, row.loss_slot, gradient), grads, _put(carry.met, number, met)
+
+        rows = self._setting.plan.rows.loss[phase.first : phase.end]
+        if (rows >= 0).any():  # in one tick all stages have one, so any may wait for all there
+            nothing = carry.losses, carry.grads_after, carry.met
+            losses, grads, met = jax.lax.cond(row.loss >= 0, work, lambda: nothing)
+            carry = carry._replace(losses=losses, grads_after=grads, met=met)
+        if not phase.backward:
+            return back, carry
+        back, coming = _one_after_the_other((back, carry.coming))
+        coming, begins = self._send(coming, 1), row.loss_begins >= 0
+        first = _taken(carry.losses, jnp.maximum(row.loss_begins, 0))
+        coming = [jnp.where(begins, *of) for of in zip(first, coming, strict=True)]
+        return back, carry._replace(coming=coming)
+
+    def _sent_around(self, carry: Carry, row: Row, y: list[Any]) -> list[Any]:
+        """What goes around, a stage further, with the last stage's result in it."""
+        import jax.numpy as jnp
+
+        is_last = self._is_last(row.stage, row.forward_repeat)
+        around = [jnp.where(is_last, *of) for of in zip(y, carry.around, strict=True)]
+        return self._send(around, 1, goes_around=True)
+
+    def _send(self, values: list[Any], step: int, goes_around: bool = False) -> list[Any]:
         import jax
 
         count = self._table.stages
         pairs = [(stage, (stage + step) % count) for stage in range(count)]
-        if self._table.repeats == 1:  # nothing goes around
+        if self._table.repeats == 1 and not goes_around:
             pairs = [(a, b) for a, b in pairs if b == a + step]
         axis = self._setting.axis
         return [jax.lax.ppermute(value, axis, pairs) for value in values] if pairs else values
@@ -199,6 +265,8 @@ class Ticks:
         )
         if not self._setting.recompute:
             return x, *self._passes.forward(x, micro, repeat)
+        if self._shares_loss:
+            return x, self._passes.run(x, micro, repeat), ()
         y = self._if(  # the last one waits for its backward pass
             self._is_last(row.stage, repeat),
             lambda: x,
@@ -234,14 +302,26 @@ class Ticks:
             y, kept = self._passes.forward(_taken(carry.inputs, row.backward_slot), micro, repeat)
         else:
             y, kept = arrived, _taken(carry.kept, row.backward_slot)
-        results, gradient = self._if(
-            self._is_last(row.stage, repeat),
-            lambda: self._passes.at_loss(y, _results(carry), micro),
-            lambda: (_results(carry), arrived),
-        )
+        results, gradient = self._at_loss(carry, row, y, arrived)
         own = carry.own_grads
         gradient, own = self._passes.backward(kept, gradient, own, micro, repeat)
         return results | {"own_grads": own}, gradient
+
+    def _at_loss(
+        self, carry: Carry, row: Row, y: list[Any], arrived: list[Any]
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """The gradient of a stage's result, beside what the loss of a micro-batch changes."""
+        import jax.numpy as jnp
+
+        is_last = self._is_last(row.stage, row.backward_repeat)
+        if self._shares_loss:
+            both = zip(carry.coming, arrived, strict=True)
+            return _results(carry), [jnp.where(is_last, *of) for of in both]
+        return self._if(
+            is_last,
+            lambda: self._passes.at_loss(y, _results(carry), row.backward),
+            lambda: (_results(carry), arrived),
+        )
 
     def _in_halves(self, carry: Carry, row: Row) -> tuple[dict[str, Any], list[Any]]:
         """The same where some gradients of weights wait. Branches stand side by side: what a branch

@@ -17,8 +17,13 @@ _MARGIN, _NAMES, _HIGH = 24.0, 64.0, 24.0
 _WIDE, _NARROW = 22.0, 2.0  # of a pass
 _NUMBERED = 64  # passes of a stage, up to which each has its number
 _ROOM = 14.0  # of a number
-_HUES = {"forward": 0, "backward": 1, "weights": 2}  # pieces of the palette
-_LEGEND = {"forward": "forward", "backward": "backward", "weights": "gradients of weights"}
+_HUES = {"forward": 0, "backward": 1, "weights": 2, "loss": 3}  # pieces of the palette
+_LEGEND = {
+    "forward": "forward",
+    "backward": "backward",
+    "weights": "gradients of weights",
+    "loss": "after the blocks",
+}
 
 
 def tick_table_svg(table: TickTable, of_stages: Sequence[float] = ()) -> str:
@@ -58,7 +63,7 @@ def _picture(
         y += _HIGH
     y, x = y + 24, _MARGIN
     for kind, text in _LEGEND.items():
-        if kind != "weights" or table.splits_backward:
+        if any(work.kind == kind for _, _, work in table.works()):
             canvas.rect(x, y - 11, 14, 14, rx=2, fill=paint(_HUES[kind], 8).fill)
             canvas.text(x + 20, y, text, 12, fill=SOFT)
             x += 36 + 7 * len(text)

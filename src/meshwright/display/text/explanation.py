@@ -60,7 +60,8 @@ def _has(share: StageShare) -> str:
     in_turn = len(blocks) > 1 and last - first == len(blocks) - 1
     text = f"{first} to {last}" if in_turn else ", ".join(map(str, blocks))
     before = "what comes before, " * share.before
-    after = ", what comes after" * share.after
+    part = f"1/{share.after_of} of " * (share.after_of > 1)
+    after = f", {part}what comes after" * share.after
     return f"{before}block{'s' * (len(blocks) > 1)} {text}{after}"
 
 

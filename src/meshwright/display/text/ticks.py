@@ -10,7 +10,7 @@ from .columns import Columns, Line, Paragraphs, paragraphs
 if TYPE_CHECKING:
     from ...stages.table import TickTable, Work
 
-MARKS = {"forward": "F", "backward": "B", "weights": "W"}
+MARKS = {"forward": "F", "backward": "B", "weights": "W", "loss": "L"}
 _MOST = 24  # ticks in a line
 
 
@@ -30,6 +30,7 @@ def tick_table_text(table: TickTable, of_stages: Sequence[float] = ()) -> Paragr
     ]
     kinds = "F forward, B backward, W gradients of weights" if table.splits_backward else ""
     legend = kinds or "F forward, B backward"
+    legend += ", L what comes after the blocks, with its gradients" * table.shares_loss
     runs = "; the number after the point is the run of blocks" if table.repeats > 1 else ""
     title = Line(tick_table_title(table, of_stages), "bold")
     return paragraphs(title, blocks, f"{legend}{runs}")

@@ -59,7 +59,8 @@ def _passes(staged: Staged) -> Passes:
         at_input=3 * before,
         send=0.0,
         recomputes=staged.pipeline.does_remat + staged.recompute_blocks,
-        waits_for_loss=staged.pipeline.does_remat,
+        waits_for_loss=staged.pipeline.does_remat and not staged.shares_loss,
         skips=True,
         filled=filled,
+        shares_loss=staged.shares_loss,
     )

@@ -42,6 +42,7 @@ class Staging:
     ``skips`` says whether a stage leaves out what it has no work for: else ticks in which stages
     have other kinds of work are loops of their own. ``filled`` is the share of its places for
     blocks that each run has, where not all are, and ``count`` says how many blocks all stages have.
+    ``shares_loss`` says whether all stages compute what comes after the blocks.
     """
 
     pipeline: Pipeline
@@ -52,11 +53,12 @@ class Staging:
     skips: bool = True
     filled: tuple[float, ...] = ()
     count: int | None = None
+    shares_loss: bool = False
 
     @functools.cached_property
     def table(self) -> TickTable:
         """What each stage does at each tick."""
-        return self.pipeline.table(self.stages)
+        return self.pipeline.table(self.stages, self.shares_loss)
 
     @functools.cached_property
     def plan(self) -> TickPlan:
@@ -66,11 +68,13 @@ class Staging:
     @property
     def permutes(self) -> int:
         """How many transfers to a neighbour one device takes part in, of each array that is passed
-        on: in every tick of a loop one in each direction in which its stages work."""
+        on: in every tick of a loop one in each direction in which its stages work, and one more
+        where results and their gradients go around to the stages that compute the loss."""
         if self.stages == 1:
             return 0
         loops = self.plan.loops(self.skips)
-        return sum((of.end - of.first) * (of.forward + of.backward) for of in loops)
+        ticks = sum((of.end - of.first) * (of.forward + of.backward) for of in loops)
+        return (1 + self.shares_loss) * ticks
 
 
 @dataclass
@@ -175,12 +179,13 @@ def pipeline_cost(
         blocks_weights=seconds("blocks", "weights"),
         at_loss=seconds("after", "forward", "backward", "weights"),
         at_input=seconds("before", "forward", "backward", "weights"),
-        send=send_s,
+        send=send_s * (1 + staging.shares_loss),
         recomputes=pipeline.does_remat + recompute_blocks,
-        waits_for_loss=pipeline.does_remat,
+        waits_for_loss=pipeline.does_remat and not staging.shares_loss,
         skips=staging.skips,
         overlaps=target.platform != "cpu",
         filled=staging.filled,
+        shares_loss=staging.shares_loss,
     )
     ticks = step_s(table, passes)
     once_s = sum(cost.once_s for cost in costs.values()) + work.gathered_s
@@ -350,6 +355,7 @@ def _buffers(staging: Staging) -> int:
     result that leaves and a gradient that does."""
     plan = staging.plan
     count = plan.slots + 1 + plan.gradient_slots + 1 + 1
+    count += staging.shares_loss * (plan.loss_slots + 2)
     return count * sum(staging.sent_bytes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from ...errors import LayoutError, TargetError
@@ -98,6 +99,7 @@ def staged_assignment(
         skips=staged.skips,
         count=deal.count,
         filled=tuple(size / most for size in deal.sizes) if staged.skips else (),
+        shares_loss=deal.shares_loss,
     )
     return replace(assignment, choices=choices), staging
 
@@ -131,27 +133,36 @@ def _scaled(
     sections = sections_of(assignment.problem.graph, staging.block_paths)
     again = staging.pipeline.does_remat + by_block
     runs = {Section("blocks", "forward"): 1 + again, Section("before", "forward"): 2}
+    after = staging.stages if staging.shares_loss else 1
     scaled = [
-        _times(cost, runs.get(section, 1))
+        _times(cost, runs.get(section, 1), after if _is_after(section) else 1)
         for cost, section in zip(costs[begin : begin + count], sections, strict=True)
     ]
     return [*costs[:begin], *scaled, *costs[begin + count :]]
 
 
-def _times(cost: OperationCost, runs: int) -> OperationCost:
-    if runs == 1:
+def _is_after(section: Section) -> bool:
+    return section.name == "after" and section.phase != "update"
+
+
+def _times(cost: OperationCost, runs: int, shared_by: int) -> OperationCost:
+    """An operation as often as it runs, for one of the stages that share it."""
+    if runs == shared_by == 1:
         return cost
+    share = runs / shared_by
     work = cost.work
     return replace(
         cost,
         work=replace(
             work,
-            count=runs * work.count,
-            flops=runs * work.flops,
-            bytes=runs * work.bytes,
-            flops_s=runs * work.flops_s,
-            bytes_s=runs * work.bytes_s,
-            collectives=tuple(replace(one, count=runs * one.count) for one in work.collectives),
+            count=math.ceil(share * work.count),
+            flops=share * work.flops,
+            bytes=share * work.bytes,
+            flops_s=share * work.flops_s,
+            bytes_s=share * work.bytes_s,
+            collectives=tuple(
+                replace(one, count=math.ceil(share * one.count)) for one in work.collectives
+            ),
         ),
     )
 

@@ -57,17 +57,22 @@ class Cut:
 
     ``with_blocks`` gives the model with fewer of them; ``row_bytes`` are the bytes that one row of
     the batch has in each array that is passed on, and ``flops`` those of the forward pass before
-    the blocks, of one block, and after them: what a step deals its blocks by.
+    the blocks, of one block, and after them: what a step deals its blocks by. ``may_share_loss``
+    says whether all stages may compute what comes after the blocks.
     """
 
     count: int
     with_blocks: Callable[[int], Short]
     row_bytes: tuple[float, ...]
     flops: tuple[float, float, float] = (0.0, 1.0, 0.0)
+    may_share_loss: bool = False
 
-    def deal(self, stages: int, repeats: int, skips: bool) -> Deal:
+    def deal(self, stages: int, pipeline: Pipeline, skips: bool) -> Deal:
         """The blocks of each run, as a step has them."""
-        return Deal.best(self.count, stages, repeats, self.flops, skips)
+        known = self.count, stages, pipeline.repeats, self.flops, skips
+        if self.may_share_loss and pipeline.schedule != "zero_bubble":
+            return Deal.fastest(*known, pipeline.micro_batches)
+        return Deal.best(*known)
 
 
 def pipelines(cut: Cut, request: Request, limit_s: float) -> list[Found]:
@@ -155,11 +160,12 @@ def _scheduled(
     works: dict[int, tuple[Assignment, StageWork]] = {}
     by_block = layouts.choices.remat == "block"
     for pipeline in _schedules(count, size, blocks, by_block, is_skipping):
-        deal = cut.deal(size, pipeline.repeats, is_skipping)
+        deal = cut.deal(size, pipeline, is_skipping)
         places = deal.most * pipeline.repeats
         request, paths, sections = with_places(places)
         filled = tuple(own_blocks / deal.most for own_blocks in deal.sizes) if is_skipping else ()
-        staging = Staging(pipeline, size, places, paths, sent, is_skipping, filled, cut.count)
+        rest = sent, is_skipping, filled, cut.count, deal.shares_loss
+        staging = Staging(pipeline, size, places, paths, *rest)
         if places not in works:
             own = assignment if places == blocks else _assigned(request, layouts)
             works[places] = own, StageWork.of(own, staging, sections)

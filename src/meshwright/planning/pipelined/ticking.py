@@ -18,7 +18,8 @@ class Passes:
     again as often as ``recomputes`` says. A stage ``skips`` what it has no work for, where it may.
     ``send`` is the time of one transfer to a neighbour; what it takes longer than the work beside
     it is waited for, or all of it where nothing ``overlaps``. ``filled`` says how full of blocks
-    each run is: run ``r`` is stage ``r % stages``'s.
+    each run is: run ``r`` is stage ``r % stages``'s. ``shares_loss`` says whether all stages
+    compute what comes after the blocks, each for its micro-batches.
     """
 
     enter: float
@@ -33,6 +34,7 @@ class Passes:
     skips: bool
     overlaps: bool = True
     filled: tuple[float, ...] = ()
+    shares_loss: bool = False
 
 
 class Tick(NamedTuple):
@@ -82,7 +84,10 @@ def of_stage(
             forward += share * run / table.repeats + passes.enter * is_first
         elif work.kind == "backward":
             backward += share * _backward(table, passes)
-            backward += passes.at_loss * is_last + passes.at_input * is_first
+            backward += passes.at_loss * (is_last and not passes.shares_loss)
+            backward += passes.at_input * is_first
+        elif work.kind == "loss":
+            backward += passes.at_loss
         else:
             backward += share * passes.blocks_weights / table.repeats
     return forward, backward
@@ -100,7 +105,9 @@ def together(table: TickTable, kinds: set[str], passes: Passes) -> tuple[float, 
     if "forward" in kinds:
         forward = passes.enter + passes.blocks_forward / table.repeats
     if "backward" in kinds:
-        backward = _backward(table, passes) + passes.at_loss + passes.at_input
+        backward = _backward(table, passes) + passes.at_input
+    if ("loss" if passes.shares_loss else "backward") in kinds:
+        backward += passes.at_loss
     if "weights" in kinds:
         backward += passes.blocks_weights / table.repeats
     return forward, backward
