@@ -19,12 +19,12 @@ def split_address(address: str) -> tuple[str, int] | None:
     >>> split_address("n01:8476"), split_address("[::1]:8476"), split_address("::1:8476")
     (('n01', 8476), ('[::1]', 8476), None)
     """
-    found = _FORM.fullmatch(address)
-    if found is None or not 0 < int(found[3]) < 1 << 16:
+    match = _FORM.fullmatch(address)
+    if match is None or not 0 < int(match[3]) < 1 << 16:
         return None
-    if found[1] is not None and not is_ipv6(found[1]):
+    if match[1] is not None and not is_ipv6(match[1]):
         return None
-    return found[2] or f"[{found[1]}]", int(found[3])
+    return match[2] or f"[{match[1]}]", int(match[3])
 
 
 def join_address(host: str, port: int | str) -> str:

@@ -61,9 +61,9 @@ def differences(parties: Sequence[Party]) -> list[str]:
 
 def _by_entry(name: str, values: dict[int, str], parties: Sequence[Party]) -> list[str]:
     objects = {rank: _object(value) for rank, value in values.items()}
-    if any(found is None for found in objects.values()):
+    if any(own is None for own in objects.values()):
         return [f"{name}: {_shared_out(values, parties)}"]
-    entries = dict.fromkeys(key for found in objects.values() for key in found or {})
+    entries = dict.fromkeys(key for own in objects.values() for key in own or {})
     lines = []
     for key in entries:
         of_key = {
@@ -89,7 +89,7 @@ def _shared_out(values: dict[int, str], parties: Sequence[Party]) -> str:
     by_rank = {party.rank: party for party in parties}
     parts = []
     for value in dict.fromkeys(values.values()):
-        ranks = [rank for rank, held in values.items() if held == value]
+        ranks = [rank for rank, own in values.items() if own == value]
         more = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
         short = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}…"
         parts.append(f"{short} on {by_rank[ranks[0]]}{more}")
@@ -98,10 +98,13 @@ def _shared_out(values: dict[int, str], parties: Sequence[Party]) -> str:
 
 def disagreement(lines: Sequence[str], processes: int) -> str:
     """The message about these differences."""
-    shown = [*lines[:_SHOWN], *([f"and {len(lines) - _SHOWN} more"] if lines[_SHOWN:] else [])]
+    lines_shown = [
+        *lines[:_SHOWN],
+        *([f"and {len(lines) - _SHOWN} more"] if lines[_SHOWN:] else []),
+    ]
     return (
         f"the {processes} processes of the group differ:\n  "
-        + "\n  ".join(shown)
+        + "\n  ".join(lines_shown)
         + "\nAll of them must run the same program on the same data with the same options "
         "(--no-agree, or MESHWRIGHT_AGREE=0, leaves this check out)."
     )
@@ -158,10 +161,10 @@ class Meeting:
         received = self._entrance.receive()
         if received is None:
             return
-        sender, said = received
-        if _is_attendance(said):
-            party = Party(said["rank"], said["host"], said["pid"], said["facts"])
-            self._take(sender, party, said["round"], said["processes"])
+        sender, message = received
+        if _is_attendance(message):
+            party = Party(message["rank"], message["host"], message["pid"], message["facts"])
+            self._take(sender, party, message["round"], message["processes"])
 
     def _take(self, sender: bytes, party: Party, number: int, processes: int) -> None:
         if self._error is not None:
@@ -253,7 +256,7 @@ class Attendance:
 
     def say(self, facts: Facts) -> None:
         """The first half of :meth:`agree`: it does not wait."""
-        said = {
+        message = {
             "round": self._round,
             "rank": self._party.rank,
             "processes": self._processes,
@@ -262,7 +265,7 @@ class Attendance:
             "facts": dict(facts),
         }
         self._round += 1
-        self._socket.send(packed(said))
+        self._socket.send(packed(message))
 
     def answer(self) -> dict[str, Any]:
         """The second half of :meth:`agree`."""
@@ -283,12 +286,12 @@ class Attendance:
         return answer
 
 
-def _is_attendance(said: Mapping[str, Any]) -> bool:
+def _is_attendance(message: Mapping[str, Any]) -> bool:
     """Whether a message is one of :meth:`Attendance.say`."""
-    facts = said.get("facts")
+    facts = message.get("facts")
     return (
-        all(isinstance(said.get(n), int) for n in ("rank", "pid", "round", "processes"))
-        and isinstance(said.get("host"), str)
+        all(isinstance(message.get(n), int) for n in ("rank", "pid", "round", "processes"))
+        and isinstance(message.get("host"), str)
         and isinstance(facts, dict)
         and all(isinstance(text, str) for text in facts.values())
     )

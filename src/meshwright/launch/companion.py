@@ -86,7 +86,7 @@ class Companion:
         self._board = join.board_path(self._folder, charge.rank)
         self._limits, self._stragglers = Limits(charge.stall_s), Stragglers(STRAGGLER_S)
         self._others: dict[int, Seen] = {}
-        self._seen = Seen(charge.rank, Progress(pid=charge.pid))
+        self._own = Seen(charge.rank, Progress(pid=charge.pid))
         self._looked_s = self._resumed_s = time.monotonic()
         self._died_s: float | None = None
 
@@ -94,13 +94,13 @@ class Companion:
         """Watch to the end; the failure that ended the group, if there was one."""
         while True:
             failure = self._look()
-            done = self._seen.progress.is_over and not self._is_there()
-            failure = self._link.exchange([self._seen], done, failure, False)
+            is_over = self._own.progress.is_over and not self._is_there()
+            failure = self._link.exchange([self._own], is_over, failure, False)
             if failure is not None:
                 self._link.end(failure, "")
                 self._end(failure)
                 return failure
-            if done and self._link.all_done():
+            if is_over and self._link.all_done():
                 return None
             time.sleep(_LOOK_EVERY_S)
 
@@ -112,24 +112,24 @@ class Companion:
         if now_s - self._looked_s > _PAUSE_S:  # all of the group was: let the others come back
             time.sleep(_PAUSE_S / 2)
             self._resumed_s = now_s = time.monotonic()
-        before, progress = self._seen, read_board(self._board)
+        before, progress = self._own, read_board(self._board)
         learn(self._limits, before, replace(before, progress=progress), self._looked_s)
         others = self._link.others()
-        for seen in others:
-            learn(self._limits, self._others.get(seen.rank, seen), seen, self._looked_s)
-        self._others = {seen.rank: seen for seen in others}
+        for own in others:
+            learn(self._limits, self._others.get(own.rank, own), own, self._looked_s)
+        self._others = {own.rank: own for own in others}
         stopped_s = 0.0
         if is_there and outside.is_stopped(self._charge.pid):
             stopped_s = before.stopped_s + now_s - self._looked_s
         progress = replace(progress, since_s=max(progress.since_s, self._resumed_s))
-        self._seen, self._looked_s = Seen(self._charge.rank, progress, stopped_s), now_s
+        self._own, self._looked_s = Seen(self._charge.rank, progress, stopped_s), now_s
         return self._own_failure(is_there) or self._stall(now_s)
 
     def _own_failure(self, is_there: bool) -> Failure | None:
         path = join.error_path(self._folder, self._charge.rank)
         if path.exists() and time.time() - path.stat().st_mtime > _SETTLE_S:
             return self._failure("raised an exception", path.read_text(), "failed")
-        if not is_there and not self._seen.progress.is_over and self._has_settled():
+        if not is_there and not self._own.progress.is_over and self._has_settled():
             return self._failure("was killed, or crashed in native code,")
         return None
 
@@ -146,14 +146,14 @@ class Companion:
         if isinstance(self._link, Spoke):
             blamed, self._link.blamed = self._link.blamed, None
             return None if blamed is None else self._stalled(blamed)
-        ranks = [self._seen, *self._others.values()]
-        found = stalls(ranks, self._limits, now_s)
-        if not found:
+        ranks = [self._own, *self._others.values()]
+        stalled = stalls(ranks, self._limits, now_s)
+        if not stalled:
             self._name_straggler(ranks, now_s)
             return None
-        if found[0].rank == self._charge.rank:
-            return self._stalled(found[0])
-        self._link.blame(found[0])
+        if stalled[0].rank == self._charge.rank:
+            return self._stalled(stalled[0])
+        self._link.blame(stalled[0])
         return None
 
     def _name_straggler(self, ranks: list[Seen], now_s: float) -> None:
@@ -168,7 +168,7 @@ class Companion:
 
     def _stack(self) -> str:
         """Where the Python of the rank is; empty where it cannot say so."""
-        if self._seen.stopped_s or self._seen.progress.is_over:
+        if self._own.stopped_s or self._own.progress.is_over:
             return ""
         path = join.stack_path(self._folder, self._charge.rank)
         return outside.stack_from(path, lambda: self._signal(join.DUMP))
@@ -176,12 +176,12 @@ class Companion:
     def _stalled(self, stall: Stall) -> Failure:
         stack = self._stack()
         limit = f", and the limit is {stall.limit_s:.0f} s" if stall.limit_s else ""
-        cause = "is stopped" if self._seen.stopped_s else stall.what
+        cause = "is stopped" if self._own.stopped_s else stall.what
         what = f"{cause} (for {stall.for_s:.1f} s{limit})"
         return replace(self._failure("", stack), what=what)
 
     def _failure(self, what: str, stack: str = "", section: str = "") -> Failure:
-        charge, progress = self._charge, self._seen.progress
+        charge, progress = self._charge, self._own.progress
         where = f"after step {progress.step}" if progress.step else "before its first step"
         return Failure(
             charge.rank,
@@ -199,12 +199,12 @@ class Companion:
         if isinstance(self._link, Hub) or failure.rank == self._charge.rank:
             print(f"meshwright: {failure.text()}", file=sys.stderr, flush=True)
         failure.write(join.failure_path(self._folder))
-        if not self._seen.stopped_s:
+        if not self._own.stopped_s:
             self._signal(join.TELL)
         until_s, over_s = time.monotonic() + _GRACE_S, 0.0
         while self._is_there() and time.monotonic() < until_s and over_s < _AFTER_EXIT_S:
             time.sleep(_LOOK_EVERY_S)
-            is_over = read_board(self._board).section == "exit" or self._seen.stopped_s
+            is_over = read_board(self._board).section == "exit" or self._own.stopped_s
             over_s = over_s + _LOOK_EVERY_S if is_over else 0.0
         self._signal(signal.SIGKILL)
 
@@ -234,8 +234,8 @@ def main(text: str) -> None:
     serves: Coordinator | Relay | None = None
     try:
         if charge.relay is not None:
-            lost = join.lost_path(Path(charge.folder))
-            serves = Relay(charge.coordinator, lost, socket.socket(fileno=charge.relay))
+            lost_file = join.lost_path(Path(charge.folder))
+            serves = Relay(charge.coordinator, lost_file, socket.socket(fileno=charge.relay))
         elif charge.rank == 0:
             serves = Coordinator(charge.coordinator, charge.processes)
         with contextlib.closing(_link(charge)) as link:

@@ -59,7 +59,7 @@ class Discovery:
     def __init__(self, script: Path, is_local: bool = True) -> None:
         self._script, self._is_local = script.resolve(), is_local
         self.hosts = self._ask()
-        self._said = ""
+        self._last_error = ""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="host discovery", daemon=True)
         self._thread.start()
@@ -76,24 +76,24 @@ class Discovery:
     def _run(self) -> None:
         while not self._closed.wait(_EVERY_S):
             try:
-                self.hosts, self._said = self._ask(), ""
+                self.hosts, self._last_error = self._ask(), ""
             except ClusterError as error:
-                if str(error) != self._said:
-                    self._said = str(error)
+                if str(error) != self._last_error:
+                    self._last_error = str(error)
                     print(f"meshwright launch: {error}", file=sys.stderr, flush=True)
 
     def _ask(self) -> dict[str, int | None]:
         where = f"host discovery script {str(self._script)!r}"
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 [self._script], capture_output=True, text=True, timeout=_LONGEST_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ClusterError(f"{where} cannot be run: {error}.") from error
-        if done.returncode:
-            raise ClusterError(f"{where} ended with {done.returncode}: {done.stderr.strip()}")
+        if result.returncode:
+            raise ClusterError(f"{where} ended with {result.returncode}: {result.stderr.strip()}")
         try:
-            hosts = parse_hosts(done.stdout)
+            hosts = parse_hosts(result.stdout)
             if self._is_local:
                 places_here(hosts)
             return hosts

@@ -67,10 +67,10 @@ class Entrance:
         frames = self.socket.recv_multipart()
         try:
             sender, message = frames
-            said = msgpack.unpackb(message)
+            body = msgpack.unpackb(message)
         except (ValueError, msgpack.UnpackException):
             return None
-        return (sender, said) if isinstance(said, dict) else None
+        return (sender, body) if isinstance(body, dict) else None
 
     def bind(self, endpoint: str) -> None:
         """Listen there. Raises :class:`zmq.ZMQError` where that is not possible."""

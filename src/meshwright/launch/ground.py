@@ -93,10 +93,10 @@ class Ground:
         if self.link is None:
             share = Share(0, count, count, f"127.0.0.1:{free_port()}", "")
         else:
-            met = self.link.meet(count, wait_s)
-            if met is None:
+            answer = self.link.meet(count, wait_s)
+            if answer is None:
                 return None
-            share = met
+            share = answer
         variables: dict[str, str] = {}
         if self._options.is_elastic:
             variables[MOST] = str(self._options.nodes * self._options.processes)
@@ -141,21 +141,21 @@ class Ground:
 
     def _wait_for_places(self) -> list[int]:
         until_s = time.monotonic() + self._options.join_s
-        while len(found := self._present()) < self.rule.least:
+        while len(present := self._present()) < self.rule.least:
             if time.monotonic() > until_s:
                 raise ClusterError(
-                    f"there are {len(found)} places for processes after "
+                    f"there are {len(present)} places for processes after "
                     f"{self._options.join_s:g} s, and {self.rule.least} are needed."
                 )
             time.sleep(_LOOK_EVERY_S)
-        return found
+        return present
 
 
 def _compiled_in(folder: Path) -> dict[str, str]:
     """Variables by which a process finds what those of former starts have compiled."""
-    wanted = {
+    variables = {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    return {} if "JAX_COMPILATION_CACHE_DIR" in os.environ else wanted
+    return {} if "JAX_COMPILATION_CACHE_DIR" in os.environ else variables

@@ -143,16 +143,16 @@ class Group:
 
     def _ended(self, stopping: Stopping, ground: Ground) -> End | None:
         codes = self._watch.exit_codes()  # before the look, which would miss what ends after it
-        done = len(codes) == len(self._watch.seen)
+        is_done = len(codes) == len(self._watch.states)
         failure = None if stopping.number else self._watch.look(self._link)
         if self._link is not None:
             is_leaving = bool(stopping.number)
-            failure = self._link.exchange(self._watch.seen.values(), done, failure, is_leaving)
-            done = done and self._link.all_done()
+            failure = self._link.exchange(self._watch.states.values(), is_done, failure, is_leaving)
+            is_done = is_done and self._link.all_done()
             if self._link.is_changing and not is_leaving:
                 self._change()
         is_changing = self._changing_until_s is not None
-        if is_changing and (done or failure or time.monotonic() > (self._changing_until_s or 0)):
+        if is_changing and (is_done or failure or time.monotonic() > (self._changing_until_s or 0)):
             return End(PREEMPTED, again=True, why=_CHANGED)
         if failure is not None:
             place = self._places.get(failure.rank)
@@ -161,7 +161,7 @@ class Group:
                 why = self._link.end(failure, why)
             self._end(failure)
             return End(failure.exit_code, failure, again=why is None, why=why or "")
-        if done or stopping.is_over():
+        if is_done or stopping.is_over():
             code = stopping.exit_code(codes.values())
             was_left = code == PREEMPTED and not stopping.number and ground.outlives_hosts
             return End(code, again=was_left, why=_CHANGED * was_left)
@@ -178,7 +178,7 @@ class Group:
         if self._changing_until_s is not None:
             return
         saves = any(
-            seen.progress.saves and seen.progress.step for seen in self._watch.seen.values()
+            state.progress.saves and state.progress.step for state in self._watch.states.values()
         )
         patience_s = PATIENCE_S[signal.SIGTERM] if saves else 0.0
         self._changing_until_s = time.monotonic() + patience_s
@@ -223,10 +223,10 @@ class Group:
         The first start of all takes its first step undisturbed. Later ones need not: another
         failure may come soon, and what they compile lies ready.
         """
-        first = min(self._watch.seen, default=None)
+        first = min(self._watch.states, default=None)
         if self._standbys is None or first is None:
             return
-        if self._is_again or all(seen.progress.step for seen in self._watch.seen.values()):
+        if self._is_again or all(state.progress.step for state in self._watch.states.values()):
             loaded = loaded_path(self._folder, first)
             self._standbys.prepare(self._commands, self._program, loaded)
 
@@ -235,10 +235,10 @@ class Group:
     def _end(self, failure: Failure) -> None:
         """Tell all ranks, wait while they run their ``finally`` blocks, and end what is left."""
         failure.write(failure_path(self._folder))
-        for rank in self._watch.seen:
+        for rank in self._watch.states:
             if rank in self._watch.exit_codes():
                 continue
-            if not self._watch.pid(rank) or self._watch.seen[rank].stopped_s:
+            if not self._watch.pid(rank) or self._watch.states[rank].stopped_s:
                 self._signal(rank, signal.SIGKILL)
             else:
                 self._signal(rank, TELL)
@@ -246,16 +246,16 @@ class Group:
         while time.monotonic() < told_s + _GRACE_S and over_s < _AFTER_EXIT_S:
             time.sleep(_LOOK_EVERY_S)
             codes = self._watch.exit_codes()
-            is_here = failure.rank in self._watch.seen and failure.rank not in codes
+            is_here = failure.rank in self._watch.states and failure.rank not in codes
             if is_here and time.monotonic() > told_s + _OF_FAILED_S:
                 self._signal(failure.rank, signal.SIGKILL)  # others may wait for it, in native code
-            left = [rank for rank, seen in self._watch.seen.items() if rank not in codes]
-            if not left:
+            remaining = [rank for rank, state in self._watch.states.items() if rank not in codes]
+            if not remaining:
                 break
-            boards = [read_board(board_path(self._folder, rank)) for rank in left]
+            boards = [read_board(board_path(self._folder, rank)) for rank in remaining]
             is_over = all(
-                board.is_over or self._watch.seen[rank].stopped_s
-                for rank, board in zip(left, boards, strict=True)
+                board.is_over or self._watch.states[rank].stopped_s
+                for rank, board in zip(remaining, boards, strict=True)
             )
             over_s = over_s + _LOOK_EVERY_S if is_over else 0.0
 
@@ -263,6 +263,6 @@ class Group:
         self._supervisor.send_signal(task_of(rank), number)
 
     def _signal_all(self, number: int) -> None:
-        for rank in self._watch.seen:
+        for rank in self._watch.states:
             if rank not in self._watch.exit_codes():
                 self._signal(rank, number)

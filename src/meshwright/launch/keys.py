@@ -98,8 +98,8 @@ class Keys:
         name = os.fspath(path)
         try:
             _check_mode(Path(path))
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            keys = cls(**{name: str(found.get(name, "")) for name in _NAMES})
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            keys = cls(**{name: str(values.get(name, "")) for name in _NAMES})
         except OSError as error:
             raise ClusterError(f"the keys in {name!r} cannot be read: {error.strerror}.") from error
         except (ValueError, AttributeError) as error:
@@ -114,8 +114,8 @@ class Keys:
 def _check_mode(path: Path) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     if os.name == "posix" and mode & 0o066:
-        done, doing = ("read", "read") if mode & 0o044 else ("written to", "changed")
+        verb, doing = ("read", "read") if mode & 0o044 else ("written to", "changed")
         raise ClusterError(
-            f"the keys in {str(path)!r} can be {done} by others (mode {mode:04o}). "
+            f"the keys in {str(path)!r} can be {verb} by others (mode {mode:04o}). "
             f"Run `chmod 600 {path}`; make new keys if another user may have {doing} them."
         )

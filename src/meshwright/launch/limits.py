@@ -49,13 +49,13 @@ class Limits:
     def learn(self, section: str, took_s: float, steps: int, ended_s: float) -> None:
         """Take note of a section that ended; ``steps`` is how many steps had begun by then."""
         self.steps = max(self.steps, steps)
-        held = self._longest.setdefault(section, [])
-        if len(held) == 2 and took_s <= held[1].took_s:
+        stretches = self._longest.setdefault(section, [])
+        if len(stretches) == 2 and took_s <= stretches[1].took_s:
             return
         # What holds one rank up holds all of them up: sections of one time are one event.
-        same = [s for s in held if _overlap(s, took_s, ended_s)]
+        same = [s for s in stretches if _overlap(s, took_s, ended_s)]
         longest = max(_Span(took_s, ended_s), *same) if same else _Span(took_s, ended_s)
-        others = [s for s in held if s not in same]
+        others = [s for s in stretches if s not in same]
         self._longest[section] = sorted([longest, *others], reverse=True)[:2]
 
     def of(self, section: str, now_s: float) -> float:
@@ -84,9 +84,9 @@ class Limits:
         return self.steps > _FIRST_STEPS
 
     def _learnt_s(self, section: str, now_s: float) -> float:
-        held = self._longest.get(section, ())
-        twice_s = _TIMES_TWICE * held[1].took_s if len(held) == 2 else 0.0
-        recent = [s.took_s for s in held if now_s - s.ended_s < _ONCE_S]
+        longest = self._longest.get(section, ())
+        twice_s = _TIMES_TWICE * longest[1].took_s if len(longest) == 2 else 0.0
+        recent = [s.took_s for s in longest if now_s - s.ended_s < _ONCE_S]
         return max(twice_s, _TIMES_ONCE * max(recent, default=0.0))
 
 

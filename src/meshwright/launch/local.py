@@ -158,9 +158,9 @@ class LocalCluster:
 
     def chief_variables(self) -> dict[str, str]:
         """The variables with which another process is the chief of this cluster."""
-        made = "" if self.worker_devices is None else str(self.worker_devices)
+        devices = "" if self.worker_devices is None else str(self.worker_devices)
         variables = cluster_variables(self._spec, self.task(), self._keys_path)
-        return {**variables, WORKER_DEVICES: made}
+        return {**variables, WORKER_DEVICES: devices}
 
     # What can be done to it
 

@@ -42,8 +42,8 @@ class Lines:
 
     def rest_bytes(self) -> list[bytes]:
         """The same, undecoded."""
-        left, self._begun = self._begun, b""
-        return [left] if left else []
+        rest, self._begun = self._begun, b""
+        return [rest] if rest else []
 
 
 class _Pipe:

@@ -82,9 +82,9 @@ def membership(environment: Environment | None = None) -> Membership | None:
     """
     variables = os.environ if environment is None else environment
     for reader in _READERS:
-        found = reader(variables)
-        if found is not None:
-            return found
+        member = reader(variables)
+        if member is not None:
+            return member
     return None
 
 
@@ -132,7 +132,9 @@ def _open_mpi(variables: Environment) -> Membership | None:
         or _of_one_host(one_host)
         or _of_slurm(variables)
     )
-    return _read(variables, "Open MPI", rank, processes, _known(address, "Open MPI"), local)
+    return _read(
+        variables, "Open MPI", rank, processes, _checked_address(address, "Open MPI"), local
+    )
 
 
 def _hydra(variables: Environment) -> Membership | None:
@@ -142,7 +144,7 @@ def _hydra(variables: Environment) -> Membership | None:
     _need_all(variables, (rank, processes), "hydra's environment (MPICH, Intel MPI)")
     one_host = variables.get("MPI_LOCALNRANKS") == variables[processes]
     address = variables.get(COORDINATOR) or _of_one_host(one_host) or _of_slurm(variables)
-    return _read(variables, "hydra", rank, processes, _known(address, "hydra"), local)
+    return _read(variables, "hydra", rank, processes, _checked_address(address, "hydra"), local)
 
 
 def _slurm(variables: Environment) -> Membership | None:
@@ -245,8 +247,8 @@ def _with_port(address: str) -> str:
 
 def _of_mpirun(uri: str) -> str | None:
     """From ``1531576320.0;tcp://10.96.0.1,10.148.0.1:34911``: mpirun runs where rank 0 does."""
-    found = re.match(r"(\d+)\.\d+;tcp://([^,:]+)", uri)
-    return found and f"{found[2]}:{_port_of_job(int(found[1]) >> 12)}"
+    match = re.match(r"(\d+)\.\d+;tcp://([^,:]+)", uri)
+    return match and f"{match[2]}:{_port_of_job(int(match[1]) >> 12)}"
 
 
 def _of_one_host(is_one: bool) -> str | None:
@@ -266,7 +268,7 @@ def _port_of_job(job: int) -> int:
     return _HIGHEST_PORTS + job * 2 % 4096
 
 
-def _known(address: str | None, starter: str) -> str:
+def _checked_address(address: str | None, starter: str) -> str:
     if address:
         return address
     raise ClusterError(

@@ -17,7 +17,7 @@ class HostMemory:
     """The memory of ``places`` ranks, under names in ``folder``; where the system cannot, files."""
 
     def __init__(self, folder: Path, places: int) -> None:
-        self.folder, self._held = folder / "memory", list[int]()
+        self.folder, self._descriptors = folder / "memory", list[int]()
         self.folder.mkdir()
         for name in (
             piece_name(place, piece) for place in range(places) for piece in range(PIECES)
@@ -25,14 +25,14 @@ class HostMemory:
             if not hasattr(os, "memfd_create"):
                 (self.folder / name).touch()
                 continue
-            held = os.memfd_create(f"meshwright-{name}")
-            self._held.append(held)
-            (self.folder / name).symlink_to(f"/proc/{os.getpid()}/fd/{held}")
+            descriptor = os.memfd_create(f"meshwright-{name}")
+            self._descriptors.append(descriptor)
+            (self.folder / name).symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
 
     def close(self) -> None:
         """Give the memory back."""
-        while self._held:
-            os.close(self._held.pop())
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
 
 def piece_name(place: int, piece: int) -> str:

@@ -189,9 +189,9 @@ def meet(member: Membership, wait_s: float) -> None:
     listener = _listener(name, member.rank) if host and theirs == host else None
     try:
         if _all_agree(store, "here", member, listener is not None) and listener is not None:
-            met = _connected(name, member, listener)
-            if _all_agree(store, "met", member, met is not None):
-                _neighbors = met
+            connections = _connected(name, member, listener)
+            if _all_agree(store, "met", member, connections is not None):
+                _neighbors = connections
     finally:
         if listener is not None:
             listener.close()

@@ -71,9 +71,9 @@ class Hub:
         self._waiting: dict[bytes, dict[str, Any]] = {}  # for the next start
         self._heard_s: dict[bytes, float] = {}
         self._exchanged_s = time.monotonic()
-        self._seen: dict[int, Seen] = {}
-        self._gone: set[bytes] = set()  # their ranks have all ended
-        self._left: set[bytes] = set()  # they end for good, or are out of reach
+        self._states: dict[int, Seen] = {}
+        self._ended: set[bytes] = set()  # their ranks have all ended
+        self._departed: set[bytes] = set()  # they end for good, or are out of reach
         self.blamed: Stall | None = None
         self.is_changing = False
         self._total = 0
@@ -84,7 +84,7 @@ class Hub:
         All that took part before are waited for, and new ones only at the first time. Raises
         :class:`~meshwright.errors.ClusterError` where too few come.
         """
-        known, first = set(self._nodes), self._round == 0
+        members, first = set(self._nodes), self._round == 0
         until_s, newest_s = time.monotonic() + wait_s, time.monotonic()
         while not self._are_here(first, newest_s):
             before = len(self._waiting)
@@ -95,11 +95,11 @@ class Hub:
                 if self._may_start() and not first:
                     break
                 self._refuse(wait_s)
-        self._gone, self._left, self._seen = set(), set(), {}
+        self._ended, self._departed, self._states = set(), set(), {}
         self._round += 1
         self.is_changing = False
-        chosen = sorted(self._waiting, key=lambda sender: sender not in known)[: self._most - 1]
-        self._nodes = {sender: self._waiting.pop(sender) for sender in chosen}
+        invited = sorted(self._waiting, key=lambda sender: sender not in members)[: self._most - 1]
+        self._nodes = {sender: self._waiting.pop(sender) for sender in invited}
         self._ports = free_port(), free_port()
         self._total = processes + sum(node["processes"] for node in self._nodes.values())
         begin = processes
@@ -118,8 +118,8 @@ class Hub:
         if first:
             return self._may_start() and now_s - newest_s > _LAST_CALL_S
         silent = {s for s, heard_s in self._heard_s.items() if now_s - heard_s > self._silent_s}
-        known = set(self._nodes) - self._left - silent
-        return known <= set(self._waiting) and self._may_start()
+        present = set(self._nodes) - self._departed - silent
+        return present <= set(self._waiting) and self._may_start()
 
     def _may_start(self) -> bool:
         return len(self._waiting) + 1 >= self._least
@@ -133,7 +133,7 @@ class Hub:
         )
 
     def exchange(
-        self, _seen: Iterable[Seen], done: bool, failure: Failure | None, _leaves: bool
+        self, _seen: Iterable[Seen], is_done: bool, failure: Failure | None, _leaves: bool
     ) -> Failure | None:
         """Hear the others; the first failure."""
         now_s, before_s = time.monotonic(), self._exchanged_s
@@ -146,9 +146,9 @@ class Hub:
 
     def end(self, failure: Failure, why_not_again: str | None) -> str | None:
         """Pass a failure on to all, and whether the group is started again."""
-        said = {"kind": "end", "failure": asdict(failure), "why": why_not_again}
+        message = {"kind": "end", "failure": asdict(failure), "why": why_not_again}
         for sender in self._nodes:
-            self._send(sender, said)
+            self._send(sender, message)
         return why_not_again
 
     def has_changed(self) -> bool:
@@ -168,34 +168,34 @@ class Hub:
             return self._take(*received)
         return None
 
-    def _take(self, sender: bytes, said: dict[str, Any]) -> Failure | None:
-        if said["kind"] == "join":
-            said = _join_from(said)
+    def _take(self, sender: bytes, message: dict[str, Any]) -> Failure | None:
+        if message["kind"] == "join":
+            message = _join_from(message)
             self._heard_s[sender] = time.monotonic()
-            if sender not in self._nodes or said["round"] == self._round:  # else it comes late
-                self._waiting[sender] = said
+            if sender not in self._nodes or message["round"] == self._round:  # else it comes late
+                self._waiting[sender] = message
             self._send(sender, {"kind": "heard"})
             return None
-        if said["kind"] == "leave":
+        if message["kind"] == "leave":
             self._waiting.pop(sender, None)
-            self._left.add(sender)
+            self._departed.add(sender)
         if sender not in self._nodes:
             return None
         self._heard_s[sender] = time.monotonic()
         failure = None
-        if said["kind"] == "status":
-            self._seen |= {r: _seen_from(r, at) for r, at in said["ranks"]}
-            if said["done"]:
-                self._gone.add(sender)
-            if said["leaves"]:
-                self._left.add(sender)
-            failure = _failure_from(said["failure"])
+        if message["kind"] == "status":
+            self._states |= {r: _seen_from(r, at) for r, at in message["ranks"]}
+            if message["done"]:
+                self._ended.add(sender)
+            if message["leaves"]:
+                self._departed.add(sender)
+            failure = _failure_from(message["failure"])
         self._send(sender, {"kind": "heard"})
         return failure
 
     def others(self) -> list[Seen]:
         """What the ranks of other hosts were last seen doing."""
-        return list(self._seen.values())
+        return list(self._states.values())
 
     def blame(self, stall: Stall) -> None:
         """Have the launcher of a rank on another host read its stack, and report the failure."""
@@ -205,7 +205,7 @@ class Hub:
 
     def all_done(self) -> bool:
         """Whether the ranks of all other hosts have ended."""
-        return len(self._gone) == len(self._nodes)
+        return len(self._ended) == len(self._nodes)
 
     def close(self) -> None:
         """Stop listening; hosts that wait for another start have come to their end."""
@@ -216,13 +216,13 @@ class Hub:
     def _silent(self) -> Failure | None:
         now_s = time.monotonic()
         for sender, node in self._nodes.items():
-            is_expected = sender not in self._gone | self._left
+            is_expected = sender not in self._ended | self._departed
             if is_expected and now_s - self._heard_s[sender] > self._silent_s:
                 what = (
                     f"is out of reach: the agent of its host is silent for {self._silent_s:.0f} s"
                 )
                 first = node["first"]
-                self._left.add(sender)
+                self._departed.add(sender)
                 return Failure(first, self._total, node["host"], 0, "", 0, what)
         return None
 
@@ -278,13 +278,13 @@ class Spoke:
             self._visit.check()
             if not self._socket.poll(_POLL_MS):
                 continue
-            said = msgpack.unpackb(self._socket.recv())
+            message = msgpack.unpackb(self._socket.recv())
             if self._goes_on:
                 heard_s = time.monotonic()  # it may be spare for a long time
-            if said["kind"] == "over":
+            if message["kind"] == "over":
                 return None
-            if said["kind"] == "start":
-                self._share, self._round = Share(**said["share"]), said["round"]
+            if message["kind"] == "start":
+                self._share, self._round = Share(**message["share"]), message["round"]
                 self._heard_s = time.monotonic()
                 return self._share
         raise ClusterError(
@@ -293,19 +293,19 @@ class Spoke:
         )
 
     def exchange(
-        self, seen: Iterable[Seen], done: bool, failure: Failure | None, leaves: bool
+        self, states: Iterable[Seen], is_done: bool, failure: Failure | None, leaves: bool
     ) -> Failure | None:
         """Report to the hub; the failure that ends the group, if there is one."""
         now_s, before_s = time.monotonic(), self._exchanged_s
         self._exchanged_s = now_s
         if now_s - before_s > _PAUSE_S:
             self._heard_s = now_s
-        if failure is not None or done or now_s - self._said_s > _EVERY_S:
+        if failure is not None or is_done or now_s - self._said_s > _EVERY_S:
             self._said_s = now_s
-            self._tell(seen, done, failure, leaves)
+            self._tell(states, is_done, failure, leaves)
         while self._socket.poll(0):
             self._hear()
-        if self._failure is None and not done and now_s - self._heard_s > self._silent_s:
+        if self._failure is None and not is_done and now_s - self._heard_s > self._silent_s:
             what = f"is out of reach: the agent at {self._address} is silent"
             total = 0 if self._share is None else self._share.total
             host = self._address.rpartition(":")[0]
@@ -331,26 +331,26 @@ class Spoke:
         return None if self._failure is None else self._why
 
     def _tell(
-        self, seen: Iterable[Seen], done: bool, failure: Failure | None, leaves: bool
+        self, states: Iterable[Seen], is_done: bool, failure: Failure | None, leaves: bool
     ) -> None:
         now_s = time.monotonic()
-        ranks = [(s.rank, _seen_as_list(s, now_s)) for s in seen]
+        ranks = [(s.rank, _seen_as_list(s, now_s)) for s in states]
         status = {
             "ranks": ranks,
-            "done": done,
+            "done": is_done,
             "leaves": leaves,
             "failure": None if failure is None else asdict(failure),
         }
         self._send({"kind": "status", **status})
 
     def _hear(self) -> None:
-        said = msgpack.unpackb(self._socket.recv())
+        message = msgpack.unpackb(self._socket.recv())
         self._heard_s = time.monotonic()
-        if said["kind"] == "end":
-            self._failure, self._why = _failure_from(said["failure"]), said["why"]
-        if said["kind"] == "blame":
-            self.blamed = Stall(**said["stall"])
-        if said["kind"] == "change":
+        if message["kind"] == "end":
+            self._failure, self._why = _failure_from(message["failure"]), message["why"]
+        if message["kind"] == "blame":
+            self.blamed = Stall(**message["stall"])
+        if message["kind"] == "change":
             self.is_changing = True
 
     def others(self) -> list[Seen]:
@@ -413,14 +413,14 @@ def rendezvous(
 
 def _ip_of(host: str) -> str:
     """The address of a host, of IPv4 where it has one; an IPv6 address is in brackets."""
-    found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    ip = min(found, key=lambda info: info[0] != socket.AF_INET)[4][0]
+    addresses = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    ip = min(addresses, key=lambda info: info[0] != socket.AF_INET)[4][0]
     return f"[{ip}]" if is_ipv6(str(ip)) else str(ip)
 
 
-def _seen_as_list(seen: Seen, now_s: float) -> list[Any]:
-    at = seen.progress
-    return [at.section, at.step, seen.age_s(now_s), at.pid, seen.stopped_s]
+def _seen_as_list(state: Seen, now_s: float) -> list[Any]:
+    at = state.progress
+    return [at.section, at.step, state.age_s(now_s), at.pid, state.stopped_s]
 
 
 def _seen_from(rank: int, values: list[Any]) -> Seen:
@@ -428,13 +428,13 @@ def _seen_from(rank: int, values: list[Any]) -> Seen:
     return Seen(rank, Progress(section, step, time.monotonic() - age_s, pid), stopped_s)
 
 
-def _join_from(said: Mapping[str, Any]) -> dict[str, Any]:
+def _join_from(message: Mapping[str, Any]) -> dict[str, Any]:
     """What a launcher says of itself; raises for anything else."""
-    if not isinstance(said["host"], str):
-        raise TypeError(said["host"])
-    numbers = {name: operator.index(said[name]) for name in ("processes", "round")}
-    rank = None if said["rank"] is None else operator.index(said["rank"])
-    return {"host": said["host"], "rank": rank, **numbers}
+    if not isinstance(message["host"], str):
+        raise TypeError(message["host"])
+    numbers = {name: operator.index(message[name]) for name in ("processes", "round")}
+    rank = None if message["rank"] is None else operator.index(message["rank"])
+    return {"host": message["host"], "rank": rank, **numbers}
 
 
 def _failure_from(values: dict[str, Any] | None) -> Failure | None:

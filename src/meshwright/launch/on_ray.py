@@ -114,8 +114,8 @@ class RayLauncher:
             )
             settings = [TaskSettings(task, spec, orphan_s=60.0) for task in tasks]
             started = [
-                actor.start.remote(each, keys.of(each.task.job), self.devices)
-                for actor, each in zip(actors, settings, strict=True)
+                actor.start.remote(own, keys.of(own.task.job), self.devices)
+                for actor, own in zip(actors, settings, strict=True)
             ]
             _get(ray, started)
             try:
@@ -169,12 +169,12 @@ class RayLauncher:
                     "Ask for less, add nodes, or choose another placement."
                 ) from error
             kinds = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-            asked: dict[str, Any] = {kinds[k]: v for k, v in bundle.items() if k in kinds}
-            asked["resources"] = {k: v for k, v in bundle.items() if k not in kinds}
-            asked = {"num_cpus": 0, **asked}
+            options: dict[str, Any] = {kinds[k]: v for k, v in bundle.items() if k in kinds}
+            options["resources"] = {k: v for k, v in bundle.items() if k not in kinds}
+            options = {"num_cpus": 0, **options}
             for index in range(count):
                 where = PlacementGroupSchedulingStrategy(group, index)
-                actors.append(make(ray).options(scheduling_strategy=where, **asked).remote())
+                actors.append(make(ray).options(scheduling_strategy=where, **options).remote())
             yield ray, actors
         finally:
             for actor in actors:
@@ -188,7 +188,7 @@ def _results(
     """The results of all agents; those that are left when one is dead may still say why."""
     pending = {agent.run.remote(work, options): index for index, agent in enumerate(agents)}
     results: list[Result] = []
-    lost: list[tuple[int, str]] = []
+    failures: list[tuple[int, str]] = []
     until_s = float("inf")
     while pending and time.monotonic() < until_s:
         ready, _ = ray.wait(list(pending), timeout=1.0)
@@ -197,10 +197,10 @@ def _results(
             try:
                 results.append(ray.get(reference))
             except ray.exceptions.RayActorError as error:
-                lost.append((index, " ".join(str(error).split())[:300]))
+                failures.append((index, " ".join(str(error).split())[:300]))
                 until_s = min(until_s, time.monotonic() + _LAST_WORDS_S)
-    if lost:
-        index, why = lost[0]
+    if failures:
+        index, why = failures[0]
         raise ProcessError(
             f"a process of the group on host {hosts[index]} is gone with its Ray actor: {why}",
             host=hosts[index],

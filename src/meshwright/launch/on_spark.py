@@ -142,13 +142,13 @@ def _versions(_: int) -> str:
     import importlib.metadata
     import sys
 
-    found = [f"Python {sys.version_info.major}.{sys.version_info.minor}"]
+    lines = [f"Python {sys.version_info.major}.{sys.version_info.minor}"]
     for name in ("meshwright", "jax"):
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            lines.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {name}")
-    return ", ".join(found)
+            lines.append(f"no {name}")
+    return ", ".join(lines)
 
 
 class _Part:
@@ -169,9 +169,11 @@ class _Part:
         with tempfile.TemporaryDirectory(prefix="meshwright-call-") as name:
             folder = Path(name)
             count = 0 if self._uneven is None else spool(rows, folder)
-            said = [json.loads(s) for s in context.allGather(json.dumps([count, free_port()]))]
-            counts, port = [n for n, _ in said], said[0][1]
-            options = replace(self._options, rendezvous=f"{host}:{port}" if len(said) > 1 else "")
+            answers = [json.loads(s) for s in context.allGather(json.dumps([count, free_port()]))]
+            counts, port = [n for n, _ in answers], answers[0][1]
+            options = replace(
+                self._options, rendezvous=f"{host}:{port}" if len(answers) > 1 else ""
+            )
             try:
                 if self._uneven is not None:
                     length = agree_on(counts, self._uneven)

@@ -43,8 +43,8 @@ def _sweep(parent: Path) -> None:
     """Remove the folders of runs that were killed."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # somebody else's, or just being removed
-            found = folder.stat()
-            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _YOUNG_S:
+            status = folder.stat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > _YOUNG_S:
                 _remove_unless_held(folder)
 
 

@@ -74,8 +74,8 @@ def _with_paths(env: Mapping[str, str]) -> dict[str, str]:
 def _python_path() -> str:
     own = {str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
     absolute = [str(Path(path or ".").resolve()) for path in sys.path]
-    told = [p for p in absolute if not any(p == o or p.startswith(o + os.sep) for o in own)]
-    return os.pathsep.join(dict.fromkeys(told))
+    paths = [p for p in absolute if not any(p == o or p.startswith(o + os.sep) for o in own)]
+    return os.pathsep.join(dict.fromkeys(paths))
 
 
 class Child:
@@ -159,15 +159,17 @@ class Child:
 
 def end_all(children: Iterable[Child], grace_s: float) -> None:
     """Ask all to end, and kill those that have not after ``grace_s``; all at the same time."""
-    left = list(children)
+    remaining = list(children)
     try:
-        for child in left if grace_s > 0 else ():
+        for child in remaining if grace_s > 0 else ():
             child.ask_to_end()
         deadline_s = time.monotonic() + grace_s
-        while (left := [c for c in left if c.poll() is None]) and time.monotonic() < deadline_s:
+        while (
+            remaining := [c for c in remaining if c.poll() is None]
+        ) and time.monotonic() < deadline_s:
             time.sleep(_ASK_EVERY_S)
     finally:  # a second Ctrl-C comes while waiting
-        for child in left:
+        for child in remaining:
             child.kill()
 
 
@@ -192,23 +194,23 @@ def _exit_descriptor(pid: int) -> int | None:
 # A child that this process forks (multiprocessing does) gets the writing ends too, and would keep
 # the tasks alive after their parent's death.
 
-_held: set[int] = set()
+_shared_descriptors: set[int] = set()
 
 
 def _hold(descriptor: int) -> None:
-    _held.add(descriptor)
+    _shared_descriptors.add(descriptor)
 
 
 def _let_go(descriptor: int) -> None:
-    _held.discard(descriptor)
+    _shared_descriptors.discard(descriptor)
     os.close(descriptor)
 
 
 def _after_fork() -> None:
-    for descriptor in _held:
+    for descriptor in _shared_descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
-    _held.clear()
+    _shared_descriptors.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -24,9 +24,9 @@ class Relay:
     listens already.
     """
 
-    def __init__(self, target: str, lost: Path, listener: socket.socket | None = None) -> None:
+    def __init__(self, target: str, lost_file: Path, listener: socket.socket | None = None) -> None:
         host, _, port = target.rpartition(":")
-        self._target, self._lost = (host.strip("[]"), int(port)), lost
+        self._target, self._lost_file = (host.strip("[]"), int(port)), lost_file
         self._lock, self._open = threading.Lock(), list[socket.socket]()
         self._listener = listener or socket.create_server(("127.0.0.1", 0))
         self._start(self._accept)
@@ -71,7 +71,7 @@ class Relay:
             while piece := far.recv(_CHUNK_BYTES):
                 near.sendall(piece)
         with contextlib.suppress(OSError):  # the folder is gone: the group has ended
-            self._lost.touch()
+            self._lost_file.touch()
 
     @staticmethod
     def _start(run: object, *args: object) -> None:

@@ -119,11 +119,11 @@ def attempts(
     max_restarts: int, once: Callable[[], list[Any]], note: Callable[[str], None]
 ) -> list[Any]:
     """Run the whole group, and again after a failure, ``max_restarts`` times at most."""
-    for left in reversed(range(max_restarts + 1)):
+    for remaining in reversed(range(max_restarts + 1)):
         try:
             return once()
         except ProcessError as error:
-            if not left:
+            if not remaining:
                 raise
             note(f"{str(error).splitlines()[0]} All processes are started again.")
     raise AssertionError

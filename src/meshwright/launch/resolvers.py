@@ -178,8 +178,8 @@ class KubernetesResolver(SimpleResolver):
         needs = ("MESHWRIGHT_JOB", "MESHWRIGHT_JOBS", "MESHWRIGHT_SERVICE", "HOSTNAME")
         need(variables, needs, "a pod of Kubernetes")
         job, service = variables["MESHWRIGHT_JOB"], variables["MESHWRIGHT_SERVICE"]
-        found = re.fullmatch(rf"(.+)-{re.escape(job)}-(\d+)", variables["HOSTNAME"])
-        if found is None:
+        match = re.fullmatch(rf"(.+)-{re.escape(job)}-(\d+)", variables["HOSTNAME"])
+        if match is None:
             raise ClusterError(
                 f"HOSTNAME={variables['HOSTNAME']!r} does not end with '-{job}-<index>', as the "
                 f"pods of a StatefulSet named '<name>-{job}' do; MESHWRIGHT_JOB is {job!r}."
@@ -188,11 +188,11 @@ class KubernetesResolver(SimpleResolver):
         with _about("the pods"):
             spec = ClusterSpec(
                 {
-                    each: [f"{found[1]}-{each}-{i}.{service}:{port}" for i in range(count)]
-                    for each, count in counts.items()
+                    name: [f"{match[1]}-{name}-{i}.{service}:{port}" for i in range(count)]
+                    for name, count in counts.items()
                 }
             )
-            super().__init__(spec, Task(job, int(found[2])))
+            super().__init__(spec, Task(job, int(match[2])))
 
 
 def resolve(environment: Environment | None = None) -> ClusterResolver:

@@ -50,9 +50,9 @@ class Rows:
 
 def spool(rows: Iterable[Any], folder: Path) -> int:
     """Write rows down; returns how many there are."""
-    count, left = 0, iter(rows)
+    count, remaining = 0, iter(rows)
     with (folder / _ROWS).open("wb") as file:
-        while some := [_plain(row) for row in itertools.islice(left, _AT_ONCE)]:
+        while some := [_plain(row) for row in itertools.islice(remaining, _AT_ONCE)]:
             pickle.dump(some, file)
             count += len(some)
     return count

@@ -39,13 +39,13 @@ def _expand_entry(entry: str, text: str) -> list[str]:
     choices = [
         _numbers(piece[1:-1], text) if piece.startswith("[") else [piece] for piece in pieces
     ]
-    return ["".join(chosen) for chosen in itertools.product(*choices)]
+    return ["".join(parts) for parts in itertools.product(*choices)]
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
-    found = [_RANGE.fullmatch(part) for part in ranges.split(",")]
+    matches = [_RANGE.fullmatch(part) for part in ranges.split(",")]
     numbers = []
-    for match in found:
+    for match in matches:
         if match is None:
             raise _no_node_list(text)
         first, last = match[1], match[2] or match[1]
@@ -64,9 +64,9 @@ def tasks_per_node(text: str) -> list[int]:
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]
     """
-    found = [_COUNT.fullmatch(part.strip()) for part in text.split(",")]
+    matches = [_COUNT.fullmatch(part.strip()) for part in text.split(",")]
     counts: list[int] = []
-    for match in found:
+    for match in matches:
         if match is None:
             raise ClusterError(
                 "SLURM_STEP_TASKS_PER_NODE must be a list of counts such as '2(x3),1'; "
@@ -84,9 +84,9 @@ def parse_jobs(text: str) -> dict[str, int]:
     >>> parse_jobs("chief=1,ps=2,worker=4")
     {'chief': 1, 'ps': 2, 'worker': 4}
     """
-    found = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part) for part in text.split(",")]
-    jobs = [(match[1], int(match[2])) for match in found if match is not None]
-    if len(jobs) != len(found) or len(dict(jobs)) != len(jobs):
+    matches = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part) for part in text.split(",")]
+    jobs = [(match[1], int(match[2])) for match in matches if match is not None]
+    if len(jobs) != len(matches) or len(dict(jobs)) != len(jobs):
         raise ClusterError(
             f"MESHWRIGHT_JOBS={text!r} does not say how many tasks each job has. "
             "It reads 'chief=1,ps=2,worker=4'."
@@ -116,10 +116,10 @@ def places(variables: Environment) -> list[tuple[str, int]]:
             f"SLURM_STEP_TASKS_PER_NODE counts the tasks of {len(counts)}: {counts}."
         )
     placed = [(h, i) for h, count in zip(hosts, counts, strict=True) for i in range(count)]
-    told, rank = variables["SLURM_STEP_NUM_TASKS"], variables["SLURM_PROCID"]
-    if told != str(len(placed)):
+    num_tasks, rank = variables["SLURM_STEP_NUM_TASKS"], variables["SLURM_PROCID"]
+    if num_tasks != str(len(placed)):
         raise ClusterError(
-            f"SLURM_STEP_NUM_TASKS is {told}, and SLURM_STEP_TASKS_PER_NODE adds up to "
+            f"SLURM_STEP_NUM_TASKS is {num_tasks}, and SLURM_STEP_TASKS_PER_NODE adds up to "
             f"{len(placed)}."
         )
     if not rank.isdecimal() or int(rank) >= len(placed):
@@ -130,9 +130,9 @@ def places(variables: Environment) -> list[tuple[str, int]]:
 def first_ranks(counts: Mapping[str, int], num_tasks: int) -> dict[str, int]:
     """The first rank of each job; :class:`ClusterError` unless there are as many as tasks."""
     if sum(counts.values()) != num_tasks:
-        told = ", ".join(f"{job}={n}" for job, n in counts.items())
+        jobs_text = ", ".join(f"{job}={n}" for job, n in counts.items())
         raise ClusterError(
-            f"the jobs ({told}) have {sum(counts.values())} tasks together, and the step has "
+            f"the jobs ({jobs_text}) have {sum(counts.values())} tasks together, and the step has "
             f"{num_tasks}. Change MESHWRIGHT_JOBS (or jobs=), or `srun --ntasks`."
         )
     firsts = [0, *itertools.accumulate(counts.values())]

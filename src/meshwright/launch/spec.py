@@ -53,10 +53,10 @@ class Task:
 
         Raises :class:`~meshwright.errors.ClusterError` for any other text.
         """
-        found = re.fullmatch(r"\s*([^:\s]+)(?::(\d+))?\s*", text)
-        if found is None:
+        match = re.fullmatch(r"\s*([^:\s]+)(?::(\d+))?\s*", text)
+        if match is None:
             raise ClusterError(f"expected a task such as 'worker:1' or 'chief'; received {text!r}.")
-        return cls(found[1], int(found[2] or 0))
+        return cls(match[1], int(match[2] or 0))
 
 
 @dataclass(frozen=True, init=False)
@@ -161,12 +161,12 @@ class ClusterSpec:
         return f"ClusterSpec({self.as_dict()!r})"
 
     def _of(self, job: str) -> dict[int, str]:
-        found = dict(self._jobs).get(job)
-        if found is None:
+        tasks = dict(self._jobs).get(job)
+        if tasks is None:
             raise ClusterError(
                 f"there is no job {job!r} in this cluster: it has {', '.join(self.jobs)}."
             )
-        return dict(found)
+        return dict(tasks)
 
 
 # Reading what was given, and the checks, each returning the faults that it found
@@ -219,8 +219,8 @@ def _faults(entries: Mapping[Any, Sequence[tuple[Any, Any]]]) -> list[str]:
         if job in entries and not entries[job]
     ]
     if len(entries.get("chief", ())) > 1:
-        given = ", ".join(str(address) for _, address in entries["chief"])
-        faults.append(f"there must be at most one chief, and the cluster has several: {given}.")
+        chiefs = ", ".join(str(address) for _, address in entries["chief"])
+        faults.append(f"there must be at most one chief, and the cluster has several: {chiefs}.")
     for job, tasks in entries.items():
         faults += [fault for index, address in tasks for fault in _task_faults(job, index, address)]
     return faults + _twice(entries)

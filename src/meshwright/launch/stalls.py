@@ -79,12 +79,12 @@ def stalls(ranks: Iterable[Seen], limits: Limits, now_s: float) -> list[Stall]:
     late = [s for s in present if not s.progress.is_over and s.age_s(now_s) > allowed_s[s.rank]]
     if all(s.progress.section == "script" for s in late):
         return []  # which may take any time while no rank waits for it
-    gone = [s for s in behind if s.progress.is_over]
+    over = [s for s in behind if s.progress.is_over]
     waiting = [s for s in late if s in waits]
-    if gone and waiting:
+    if over and waiting:
         others = ", ".join(str(s.rank) for s in waiting)
         what = f"has ended, and rank {others} waits for it"
-        return [Stall(s.rank, what, s.age_s(now_s), 0.0) for s in gone]
+        return [Stall(s.rank, what, s.age_s(now_s), 0.0) for s in over]
     return [
         Stall(s.rank, _what(s, behind), s.age_s(now_s), allowed_s[s.rank])
         for s in behind
@@ -98,8 +98,8 @@ def _furthest_behind(ranks: list[Seen]) -> list[Seen]:
     return [s for s in last if s.progress.section not in WAITING] or last
 
 
-def _what(seen: Seen, behind: list[Seen]) -> str:
-    section, step = seen.progress.section, seen.progress.step
+def _what(state: Seen, behind: list[Seen]) -> str:
+    section, step = state.progress.section, state.progress.step
     if section == "launch":
         return "has not joined (does the program import meshwright, or call mw.join()?)"
     where = f"is stuck in {section!r}" + (f" after step {step}" if step else "")

@@ -66,12 +66,12 @@ class Stragglers:
         window_s = now_s - self._begun_s
         if window_s < self._window_s:
             return None
-        found = self._worst(window_s, now_s)
+        worst = self._worst(window_s, now_s)
         self._begun_s, self._held_s = now_s, defaultdict(Counter)
-        return found
+        return worst
 
     def _worst(self, window_s: float, now_s: float) -> Straggler | None:
-        totals = {rank: sum(held.values()) for rank, held in self._held_s.items()}
+        totals = {rank: sum(by_section.values()) for rank, by_section in self._held_s.items()}
         if not totals:
             return None
         rank, *others = sorted(totals, key=lambda r: -totals[r])
@@ -85,8 +85,8 @@ class Stragglers:
         return Straggler(rank, totals[rank] / window_s, section, window_s)
 
 
-def _holds_in(seen: Seen) -> str:
+def _holds_in(state: Seen) -> str:
     """The section in which a rank may keep others waiting; empty where it does not."""
-    if seen.stopped_s and not seen.progress.is_over:
+    if state.stopped_s and not state.progress.is_over:
         return "stopped"
-    return seen.progress.section if seen.progress.section in _OWN else ""
+    return state.progress.section if state.progress.section in _OWN else ""

@@ -49,7 +49,7 @@ class Supervisor:
         self._announces = announces
         self._begun_s = time.monotonic()
         self._lock = threading.RLock()
-        self._kept: dict[Task, _Kept] = {}
+        self._charges: dict[Task, _Kept] = {}
         self._events: list[Event] = []
         self._closing = False
         self._wake_read, self._wake_write = os.pipe()
@@ -66,7 +66,7 @@ class Supervisor:
     def tasks(self) -> tuple[Task, ...]:
         """The tasks that are kept, dead ones too."""
         with self._lock:
-            return tuple(self._kept)
+            return tuple(self._charges)
 
     def start(
         self,
@@ -81,8 +81,8 @@ class Supervisor:
         """
         with self._lock:
             self._check_open()
-            child = self._heard(task, child or Child(command(0)))
-            self._kept[task] = _Kept(command, restarts, child, time.monotonic())
+            child = self._logged(task, child or Child(command(0)))
+            self._charges[task] = _Kept(command, restarts, child, time.monotonic())
             self._note(task, "started")
         self._wake()
 
@@ -107,21 +107,21 @@ class Supervisor:
         """End the task's process at once, and start it again."""
         with self._lock:
             self._check_open()
-            kept = self._of(task)
-            kept.child.kill()
-            kept.counted = 0
-            self._start_again(task, kept)
+            charge = self._of(task)
+            charge.child.kill()
+            charge.counted = 0
+            self._start_again(task, charge)
         self._wake()
 
     def remove(self, task: Task, grace_s: float) -> None:
         """End a task for good, and forget it."""
         with self._lock:
-            kept = self._of(task)
-            kept.due_s, kept.over = None, "stopped"  # the thread lets it be from now on
-        end_all([kept.child], grace_s)
+            charge = self._of(task)
+            charge.due_s, charge.over = None, "stopped"  # the thread lets it be from now on
+        end_all([charge.child], grace_s)
         with self._lock:
-            del self._kept[task]
-            self._note(task, "stopped", kept.child.exit_code)
+            del self._charges[task]
+            self._note(task, "stopped", charge.child.exit_code)
 
     def check(self, job: str | None = None) -> None:
         """Raise :class:`TaskError` if a task has ended and is not started again; names them all.
@@ -129,14 +129,14 @@ class Supervisor:
         With ``job``, only tasks of that job are looked at.
         """
         with self._lock:
-            lost = [
-                (task, kept)
-                for task, kept in self._kept.items()
-                if kept.over in ("given up", "died") and job in (None, task.job)
+            dead = [
+                (task, charge)
+                for task, charge in self._charges.items()
+                if charge.over in ("given up", "died") and job in (None, task.job)
             ]
-        if lost:
+        if dead:
             raise TaskError(
-                "\n".join(self._obituary(task, kept) for task, kept in lost), str(lost[0][0])
+                "\n".join(self._obituary(task, kept) for task, kept in dead), str(dead[0][0])
             )
 
     def close(self, grace_s: float) -> None:
@@ -154,11 +154,11 @@ class Supervisor:
         try:
             self._thread.join()
         finally:  # a second Ctrl-C comes while waiting
-            running = [k.child for k in self._kept.values() if not k.over and k.due_s is None]
+            running = [k.child for k in self._charges.values() if not k.over and k.due_s is None]
             end_all(running, grace_s)
-            for task, kept in self._kept.items():
-                if kept.child in running:
-                    self._note(task, "stopped", kept.child.exit_code)
+            for task, charge in self._charges.items():
+                if charge.child in running:
+                    self._note(task, "stopped", charge.child.exit_code)
             for descriptor in (self._wake_read, self._wake_write):
                 os.close(descriptor)
 
@@ -168,67 +168,67 @@ class Supervisor:
         while not self._closing:
             with self._lock:
                 timeout_s = self._look()
-                watched = [k.child.exit_descriptor for k in self._kept.values() if not k.over]
+                watched = [k.child.exit_descriptor for k in self._charges.values() if not k.over]
             _wait([d for d in watched if d is not None], self._wake_read, timeout_s)
 
     def _look(self) -> float | None:
         """Take note of what has ended and start what is due; returns when to look again."""
-        for task, kept in self._kept.items():
-            if kept.over or self._closing:
+        for task, charge in self._charges.items():
+            if charge.over or self._closing:
                 continue
-            if kept.due_s is None and kept.child.poll() is not None:
-                self._note_end(task, kept)
-            if kept.due_s is not None and kept.due_s <= time.monotonic():
-                self._start_again(task, kept)
-        waits = [k.due_s - time.monotonic() for k in self._kept.values() if k.due_s is not None]
-        if any(k.child.exit_descriptor is None and not k.over for k in self._kept.values()):
+            if charge.due_s is None and charge.child.poll() is not None:
+                self._note_end(task, charge)
+            if charge.due_s is not None and charge.due_s <= time.monotonic():
+                self._start_again(task, charge)
+        waits = [k.due_s - time.monotonic() for k in self._charges.values() if k.due_s is not None]
+        if any(k.child.exit_descriptor is None and not k.over for k in self._charges.values()):
             waits.append(_LOOK_EVERY_S)
         return max(0.0, min(waits)) if waits else None
 
-    def _note_end(self, task: Task, kept: _Kept) -> None:
-        code = kept.child.exit_code or 0
+    def _note_end(self, task: Task, charge: _Kept) -> None:
+        code = charge.child.exit_code or 0
         self._note(task, "died" if code else "ended", code)
-        if kept.restarts is None:
-            kept.over = "died" if code else "ended"
+        if charge.restarts is None:
+            charge.over = "died" if code else "ended"
             if code:
                 self._tell(task, f"has died ({exit_text(code)}), and is not started again")
             return
         now_s = time.monotonic()
-        kept.counted = kept.restarts.count(kept.counted, now_s - kept.started_s)
-        delay_s = kept.restarts.delay_s(kept.counted)
+        charge.counted = charge.restarts.count(charge.counted, now_s - charge.started_s)
+        delay_s = charge.restarts.delay_s(charge.counted)
         if delay_s is None:
-            kept.over = "given up"
+            charge.over = "given up"
             self._note(task, "given up", code)
             self._tell(task, f"has ended again ({exit_text(code)}), and is given up")
             return
         # What was told to stop may well see its cluster closed next.
-        kept.due_s = now_s + (delay_s if code else max(delay_s, _AFTER_STOP_S))
-        kept.counted += 1
+        charge.due_s = now_s + (delay_s if code else max(delay_s, _AFTER_STOP_S))
+        charge.counted += 1
         if code:
             self._tell(task, f"has died ({exit_text(code)}); it is started again")
 
-    def _start_again(self, task: Task, kept: _Kept) -> None:
-        kept.due_s, kept.over, kept.started_s = None, "", time.monotonic()
+    def _start_again(self, task: Task, charge: _Kept) -> None:
+        charge.due_s, charge.over, charge.started_s = None, "", time.monotonic()
         try:
-            kept.child = self._heard(task, Child(kept.command(kept.generation + 1)))
+            charge.child = self._logged(task, Child(charge.command(charge.generation + 1)))
         except OSError as error:  # the machine is full; it may not stay so
-            kept.due_s = time.monotonic() + _TRY_AGAIN_S
+            charge.due_s = time.monotonic() + _TRY_AGAIN_S
             self._tell(task, f"cannot be started again yet: {error}")
             return
-        kept.generation += 1
+        charge.generation += 1
         self._note(task, "restarted")
 
     # Parts
 
-    def _heard(self, task: Task, child: Child) -> Child:
+    def _logged(self, task: Task, child: Child) -> Child:
         self._logs.add(str(task), child.output)
         return child
 
     def _of(self, task: Task) -> _Kept:
-        if task not in self._kept:
-            told_tasks = ", ".join(map(str, self._kept)) or "none"
+        if task not in self._charges:
+            told_tasks = ", ".join(map(str, self._charges)) or "none"
             raise ClusterError(f"no {task} is kept running here; there are: {told_tasks}.")
-        return self._kept[task]
+        return self._charges[task]
 
     def _tell(self, task: Task, line: str) -> None:
         if self._announces:
@@ -241,9 +241,9 @@ class Supervisor:
     def _note(self, task: Task, what: str, exit_code: int | None = None) -> None:
         self._events.append(Event(time.monotonic() - self._begun_s, task, what, exit_code))
 
-    def _obituary(self, task: Task, kept: _Kept) -> str:
-        code = kept.child.exit_code or 0
-        times = f" after {kept.generation} restarts" if kept.generation else ""
+    def _obituary(self, task: Task, charge: _Kept) -> str:
+        code = charge.child.exit_code or 0
+        times = f" after {charge.generation} restarts" if charge.generation else ""
         lines = self._logs.last_lines(str(task), wait_s=1.0)
         last = "".join(f"\n    {line}" for line in lines) or " none"
         return f"{task} has ended ({exit_text(code)}){times}. Its last lines:{last}"

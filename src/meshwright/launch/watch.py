@@ -46,18 +46,18 @@ class Watch:
         self._stragglers = Stragglers(STRAGGLER_S)
         self._looked_s = time.monotonic()
         now = Progress(since_s=self._looked_s)
-        self.seen = {rank: Seen(rank, now) for rank in ranks}
+        self.states = {rank: Seen(rank, now) for rank in ranks}
         self._others: dict[int, Seen] = {}
 
     def look(self, link: Hub | Spoke | None) -> Failure | None:
         """Read what all ranks do; the failure to end the group for, if there is one."""
         now_s = time.monotonic()
         codes = self.exit_codes()
-        for rank, before in self.seen.items():
-            self.seen[rank] = self._see(rank, before, now_s, rank in codes)
+        for rank, before in self.states.items():
+            self.states[rank] = self._see(rank, before, now_s, rank in codes)
         others = [] if link is None else link.others()
-        for seen in others:
-            learn(self._limits, self._others.get(seen.rank, seen), seen, self._looked_s)
+        for own in others:
+            learn(self._limits, self._others.get(own.rank, own), own, self._looked_s)
         self._others = {seen.rank: seen for seen in others}
         self._looked_s = now_s
         if failing := self._failing(codes):
@@ -68,14 +68,14 @@ class Watch:
         if isinstance(link, Spoke):
             blamed, link.blamed = link.blamed, None
             return None if blamed is None else self._stalled(blamed)
-        ranks = [*self.seen.values(), *others]
-        found = stalls(ranks, self._limits, now_s)
-        if not found:
+        ranks = [*self.states.values(), *others]
+        stalled = stalls(ranks, self._limits, now_s)
+        if not stalled:
             self._name_straggler(ranks, now_s)
             return None
-        if found[0].rank in self.seen or link is None:
-            return self._stalled(found[0])
-        link.blame(found[0])  # its own launcher can read its stack
+        if stalled[0].rank in self.states or link is None:
+            return self._stalled(stalled[0])
+        link.blame(stalled[0])  # its own launcher can read its stack
         return None
 
     def _see(self, rank: int, before: Seen, now_s: float, has_ended: bool) -> Seen:
@@ -91,25 +91,25 @@ class Watch:
 
     def exit_codes(self) -> dict[int, int]:
         """The exit codes of those that have ended, minus the number of a signal."""
-        found = {}
+        result = {}
         for event in self._supervisor.events:
             if event.what in ("ended", "died"):
-                found[event.task.index] = event.exit_code or 0
-        return found
+                result[event.task.index] = event.exit_code or 0
+        return result
 
     def _failing(self, codes: dict[int, int]) -> list[int]:
         died = [rank for rank, code in codes.items() if code not in (0, PREEMPTED)]
-        alone = [r for r in codes if not self.pid(r)] if any(map(self.pid, self.seen)) else []
+        alone = [r for r in codes if not self.pid(r)] if any(map(self.pid, self.states)) else []
         raised = [
             rank
-            for rank in self.seen
+            for rank in self.states
             if error_path(self._folder, rank).exists() and rank not in died
         ]
         return [*died, *raised, *alone]
 
     def pid(self, rank: int) -> int:
         """The process of a rank; 0 before it joins."""
-        return self.seen[rank].progress.pid
+        return self.states[rank].progress.pid
 
     def _first_failure(self, codes: dict[int, int]) -> Failure:
         """Of all that have failed the one to name: killed by a signal, or else the first."""
@@ -137,15 +137,15 @@ class Watch:
         return self._failure(rank, what, codes[rank])
 
     def _where(self, rank: int) -> str:
-        progress = self.seen[rank].progress
+        progress = self.states[rank].progress
         return f"after step {progress.step}" if progress.step else "before its first step"
 
     def _stalled(self, stall: Stall) -> Failure:
-        progress = self.seen[stall.rank].progress
-        unreachable = self.seen[stall.rank].stopped_s or progress.is_over
+        progress = self.states[stall.rank].progress
+        unreachable = self.states[stall.rank].stopped_s or progress.is_over
         stack = "" if unreachable else self._stack_of(stall.rank)
         limit = f", and the limit is {stall.limit_s:.0f} s" if stall.limit_s else ""
-        cause = "is stopped" if self.seen[stall.rank].stopped_s else stall.what
+        cause = "is stopped" if self.states[stall.rank].stopped_s else stall.what
         what = f"{cause} (for {stall.for_s:.1f} s{limit})"
         code = 1
         if progress.is_over:
@@ -154,15 +154,15 @@ class Watch:
 
     def _name_straggler(self, ranks: Sequence[Seen], now_s: float) -> None:
         """Say which rank is slow but alive; it goes on."""
-        found = self._stragglers.look(ranks, now_s)
-        if found is None:
+        straggler = self._stragglers.look(ranks, now_s)
+        if straggler is None:
             return
-        rank, total = found.rank, self._total
-        if rank not in self.seen:
-            say(f"rank {rank} of {total} (on another host) {found}.")
+        rank, total = straggler.rank, self._total
+        if rank not in self.states:
+            say(f"rank {rank} of {total} (on another host) {straggler}.")
             return
-        stack = "" if self.seen[rank].stopped_s else self._stack_of(rank)
-        say(dataclasses.replace(self._failure(rank, str(found), 0, stack), lines=()).text())
+        stack = "" if self.states[rank].stopped_s else self._stack_of(rank)
+        say(dataclasses.replace(self._failure(rank, str(straggler), 0, stack), lines=()).text())
 
     def _stack_of(self, rank: int) -> str:
         """Where the Python of a rank is; empty if it does not say so soon."""
@@ -172,7 +172,7 @@ class Watch:
         return outside.stack_from(path, lambda: self._supervisor.send_signal(task_of(rank), DUMP))
 
     def _failure(self, rank: int, what: str, code: int, stack: str = "") -> Failure:
-        progress = self.seen[rank].progress
+        progress = self.states[rank].progress
         name = str(task_of(rank))
         return Failure(
             rank,
@@ -189,7 +189,7 @@ class Watch:
 
     def saved(self) -> int:
         """The step of the newest checkpoint that one of them has written or begun with."""
-        boards = [read_board(board_path(self._folder, rank)) for rank in self.seen]
+        boards = [read_board(board_path(self._folder, rank)) for rank in self.states]
         return max(-1, *(board.saved for board in boards))
 
 

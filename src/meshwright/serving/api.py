@@ -65,12 +65,12 @@ class Histogram:
 
     def quantile(self, share: float) -> float:
         """The smallest bound that ``share`` of the values do not exceed; 0.0 without values."""
-        wanted, seen = share * sum(self.counts), 0
-        if not wanted:
+        rank, counted = share * sum(self.counts), 0
+        if not rank:
             return 0.0
         for bound, count in zip(self.bounds, self.counts, strict=False):
-            seen += count
-            if seen >= wanted:
+            counted += count
+            if counted >= rank:
                 return bound
         return float("inf")
 

@@ -81,7 +81,7 @@ class Batcher:
                 raise OverloadedError(*self._overloaded(self._waiting.rows, request.rows))
             self._waiting.add(request)
             self._changed.notify()
-        request.future.add_done_callback(lambda future: self._left(request))
+        request.future.add_done_callback(lambda future: self._forget(request))
 
     def fail(self, error: Exception) -> None:
         """Fail what waits and what is being computed, which goes on without anybody waiting."""
@@ -135,7 +135,7 @@ class Batcher:
         self._running = self._running + started
         return started
 
-    def _left(self, request: Request) -> None:
+    def _forget(self, request: Request) -> None:
         """A cancelled request leaves the queue."""
         if request.future.cancelled():
             with self._changed:

@@ -171,11 +171,11 @@ class Batches:
         wait = self.forward.begun(weights.state, shape, arrays, weights.version)
 
         def outputs() -> list[np.ndarray]:
-            found = wait()
+            outputs = wait()
             end_s = time.perf_counter()
             self._figures.batch(count, size, end_s - max(begin_s, self._last_end_s))
             self._last_end_s = end_s
-            return found if alone else [output[:count] for output in found]
+            return outputs if alone else [output[:count] for output in outputs]
 
         return outputs
 
@@ -197,8 +197,8 @@ class Batches:
         for spec in self.outputs:
             value = named[spec.name]
             ends = [
-                slice(true.get(size) if wanted is None else None)
-                for size, wanted in zip(value.shape[1:], spec.shape[1:], strict=True)
+                slice(true.get(size) if length is None else None)
+                for size, length in zip(value.shape[1:], spec.shape[1:], strict=True)
             ]
             cut[spec.name] = value[(slice(None), *ends)]
         return cut

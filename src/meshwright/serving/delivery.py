@@ -21,7 +21,7 @@ async def answer_of(future: Future[Any]) -> Any:
     loop = asyncio.get_running_loop()
     delivery = _deliveries.setdefault(loop, Delivery(loop))
     waiting = loop.create_future()
-    future.add_done_callback(lambda done: delivery.send(done, waiting))
+    future.add_done_callback(lambda finished: delivery.send(finished, waiting))
     try:
         return await waiting
     except asyncio.CancelledError:
@@ -37,9 +37,9 @@ class Delivery:
         self._finished: deque[tuple[Future[Any], asyncio.Future[Any]]] = deque()
         self._is_called = False
 
-    def send(self, done: Future[Any], waiting: asyncio.Future[Any]) -> None:
+    def send(self, finished: Future[Any], waiting: asyncio.Future[Any]) -> None:
         """Called in any thread."""
-        self._finished.append((done, waiting))
+        self._finished.append((finished, waiting))
         if not self._is_called:
             self._is_called = True
             self._call()
@@ -52,12 +52,12 @@ class Delivery:
     def _deliver(self) -> None:
         self._is_called = False  # before looking, so that what comes from now on calls again
         while self._finished:
-            done, waiting = self._finished.popleft()
+            finished, waiting = self._finished.popleft()
             if waiting.done():
                 continue
-            if done.cancelled():
+            if finished.cancelled():
                 waiting.cancel()
-            elif (error := done.exception()) is not None:
+            elif (error := finished.exception()) is not None:
                 waiting.set_exception(error)
             else:
-                waiting.set_result(done.result())
+                waiting.set_result(finished.result())

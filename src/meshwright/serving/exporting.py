@@ -130,8 +130,8 @@ def _savedmodel(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
     module.weights = [tf.Variable(weight, trainable=False) for weight in weights]
     names = [spec.name for spec in _outputs(model)]
 
-    def serve(**given: Any) -> dict[str, Any]:
-        arrays = [given[spec.name] for spec in model.inputs]
+    def serve(**inputs: Any) -> dict[str, Any]:
+        arrays = [inputs[spec.name] for spec in model.inputs]
         return dict(zip(names, converted(list(module.weights), arrays), strict=True))
 
     signature = {

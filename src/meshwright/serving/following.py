@@ -58,17 +58,17 @@ def cannot_be_served(directory: Path, error: Exception) -> MeshwrightError:
     """What to say of a checkpoint of which the files, or the devices, raised an error."""
     if isinstance(error, MeshwrightError):
         return error
-    said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}".rstrip(": .")
+    text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}".rstrip(": .")
     if isinstance(error, MemoryError) or _compat.ran_out_of_memory(str(error)):
         fault = (
-            f"{directory} does not fit into memory beside the weights that are served: {said}. "
+            f"{directory} does not fit into memory beside the weights that are served: {text}. "
             "It is read again later; leave room for two copies, or restart the server."
         )
     elif isinstance(error, OSError):
-        fault = f"{directory} cannot be read now: {said}. It is read again later."
+        fault = f"{directory} cannot be read now: {text}. It is read again later."
     else:
         fault = (
-            f"{directory} cannot be read: {said}. It may be damaged, or have been removed by the "
+            f"{directory} cannot be read: {text}. It may be damaged, or have been removed by the "
             "run that writes there."
         )
     failure = CheckpointError(fault)
@@ -93,7 +93,7 @@ class Others:
         self._tell({**word, "model": self._number, "request": self._request})
         return self._request
 
-    def heard(self, word: dict[str, Any]) -> None:
+    def receive(self, word: dict[str, Any]) -> None:
         """One of them has replied."""
         with self._changed:
             if word["request"] == self._request:
@@ -121,8 +121,8 @@ def reply_to(word: dict[str, Any], error: Exception | None) -> dict[str, Any]:
     import jax
 
     text = "" if error is None else str(error) or type(error).__name__
-    kept = {name: word[name] for name in ("do", "model", "request")}
-    return {**kept, "rank": jax.process_index(), "error": text}
+    reply = {name: word[name] for name in ("do", "model", "request")}
+    return {**reply, "rank": jax.process_index(), "error": text}
 
 
 # While a server loads, in every process at once
@@ -174,8 +174,8 @@ class FirstChoice:
     def __iter__(self) -> Iterator[Path]:
         import jax
 
-        left = iter(self._candidates() if jax.process_index() == 0 else ())
-        while name := shared_text(_name_of(next(left, None), self._directory)):
+        remaining = iter(self._candidates() if jax.process_index() == 0 else ())
+        while name := shared_text(_name_of(next(remaining, None), self._directory)):
             yield self._directory if name == "." else self._directory / name
 
     def _candidates(self) -> list[Path]:

@@ -157,8 +157,8 @@ class Forward:
         lowered = [self._lowered(shape) for shape in missing]
         with ThreadPoolExecutor(4) as pool:
             compiled = list(pool.map(lambda each: each.compile(), lowered))
-        for shape, each in zip(missing, compiled, strict=True):
-            self._keep(shape, each)
+        for shape, program in zip(missing, compiled, strict=True):
+            self._keep(shape, program)
 
     def __call__(self, weights: TrainState, shape: Shape, arrays: list[np.ndarray]) -> list[Any]:
         """The outputs of a batch as NumPy arrays, in order; compiles if need be."""
@@ -187,7 +187,7 @@ class Forward:
 
     def seconds(self, state: Any, shape: Shape) -> float:
         """What a batch of zeros takes after the first time."""
-        zeros = [np.zeros(each.shape, each.dtype) for each in self.shapes_of(shape)]
+        zeros = [np.zeros(spec.shape, spec.dtype) for spec in self.shapes_of(shape)]
         return fastest(lambda: self(state, shape, zeros))
 
     def memory(self, shape: Shape) -> Any:
@@ -219,8 +219,8 @@ class Forward:
         batch = self.source.batch(self.shapes_of(shape))
         layouts = self.source.steps.batch_layouts(batch, last=True)
         return jax.tree.map(
-            lambda each, layout: jax.ShapeDtypeStruct(
-                each.shape, each.dtype, sharding=layout.sharding
+            lambda spec, layout: jax.ShapeDtypeStruct(
+                spec.shape, spec.dtype, sharding=layout.sharding
             ),
             batch,
             layouts,
@@ -230,7 +230,7 @@ class Forward:
         return self._jitted.lower(self.state.params, self.state.state, self.laid(shape))
 
     def _keep(self, shape: Shape, call: Any) -> None:
-        shardings = [each.sharding for each in jax.tree.leaves(self.laid(shape))]
+        shardings = [spec.sharding for spec in jax.tree.leaves(self.laid(shape))]
         is_here = all(sharding.is_fully_addressable for sharding in shardings)
         with self._lock:
             self._compiled[shape] = _Compiled(call, shardings, is_here)

@@ -40,7 +40,7 @@ def handed_over(state: TrainState, like: TrainState) -> tuple[TrainState, Moved]
 
     begin_s = time.perf_counter()
     params, others = (
-        {path: _laid(state[n][path], shape.sharding) for path, shape in part.items()}
+        {path: _moved_to(state[n][path], shape.sharding) for path, shape in part.items()}
         for n, part in enumerate(like[:2])
     )
     arrived = jax.block_until_ready(TrainState(params, others, {}, {}))
@@ -52,7 +52,7 @@ def handed_over(state: TrainState, like: TrainState) -> tuple[TrainState, Moved]
     return arrived, Moved(nbytes, time.perf_counter() - begin_s)
 
 
-def _laid(value: Any, sharding: Any) -> Any:
+def _moved_to(value: Any, sharding: Any) -> Any:
     import jax
     import numpy as np
 
@@ -76,19 +76,19 @@ def _laid(value: Any, sharding: Any) -> Any:
 
 def _key(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Where a piece begins and ends in each dim."""
-    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def _from_host(value: Any, held: Any, index: Any) -> Any:
+def _from_host(value: Any, pieces: Any, index: Any) -> Any:
     """A piece that no device holds as it is, from all that overlap it."""
     import numpy as np
 
-    wanted = _key(index, value.shape)
-    piece = np.empty([end - begin for begin, end in wanted], value.dtype)
-    for place, data in held.items():
-        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, place, strict=True)]
+    bounds = _key(index, value.shape)
+    piece = np.empty([end - begin for begin, end in bounds], value.dtype)
+    for place, data in pieces.items():
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, place, strict=True)]
         if all(begin < end for begin, end in both):
-            into = [slice(b - w, e - w) for (b, e), (w, _) in zip(both, wanted, strict=True)]
+            into = [slice(b - w, e - w) for (b, e), (w, _) in zip(both, bounds, strict=True)]
             out_of = [slice(b - p, e - p) for (b, e), (p, _) in zip(both, place, strict=True)]
             piece[tuple(into)] = np.asarray(data[tuple(out_of)])
     return piece

@@ -347,7 +347,7 @@ class Keeper:
                     self._say_refused(_refusal_of(error, self._figures.refusal))
 
 
-def _refusal_of(error: Exception, said: str) -> str:
+def _refusal_of(error: Exception, last: str) -> str:
     """What to note of an error, unless :meth:`Keeper.reload` has just said it."""
     text = first_line(error)
-    return said if said.endswith(text) else f"no newer weights: {text}"
+    return last if last.endswith(text) else f"no newer weights: {text}"

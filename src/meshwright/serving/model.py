@@ -236,7 +236,7 @@ class LoadedModel:
                           checkpoint=self._keeper.checkpoint)  # fmt: skip
         own.load()
         try:
-            wanted = own.answer(self._sample).outputs
+            expected = own.answer(self._sample).outputs
         finally:
             own.close()
         request = checked(self._sample, self.inputs, self.options.lengths)
@@ -244,7 +244,7 @@ class LoadedModel:
         assert self._batches is not None
         outputs = self._batches.computed([request], self._keeper.weights)
         names = [spec.name for spec in self.outputs]
-        return differences(names, wanted, dict(zip(names, outputs, strict=True)))
+        return differences(names, expected, dict(zip(names, outputs, strict=True)))
 
     # Over several processes
 
@@ -300,7 +300,7 @@ class LoadedModel:
     def answered(self, word: dict[str, Any], arrays: list[np.ndarray]) -> None:
         """Another process has computed its stages of a batch, or replies to what it was asked."""
         if self._keeper.others is not None and "request" in word:
-            self._keeper.others.heard(word)
+            self._keeper.others.receive(word)
         else:
             self.forward.answered(word, arrays)
 

@@ -54,23 +54,23 @@ class ServeOptions:
             if (value := getattr(self, name)) is not None and not _is_time(value)
         ]
         if self.precision not in (None, *PRECISIONS):
-            wanted = ", ".join(map(repr, PRECISIONS))
-            faults.append(f"precision={self.precision!r}: expected one of {wanted}, or None")
+            names = ", ".join(map(repr, PRECISIONS))
+            faults.append(f"precision={self.precision!r}: expected one of {names}, or None")
         if not faults and self.queue_rows < max(self.buckets or (self.max_rows,)):
             faults.append(f"queue_rows={self.queue_rows} is less than the rows of one batch")
         if faults:
             raise ModelError("\n".join(faults) + ".")
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> ServeOptions:
+    def of(cls, options: dict[str, Any]) -> ServeOptions:
         """From keyword arguments; raises :class:`ModelError` for unknown ones."""
-        known = [field.name for field in fields(cls)]
-        if unknown := [name for name in given if name not in known]:
+        names = [field.name for field in fields(cls)]
+        if unknown := [name for name in options if name not in names]:
             raise ModelError(
-                f"unknown option(s) of a server: {', '.join(unknown)}. Known: {', '.join(known)}."
+                f"unknown option(s) of a server: {', '.join(unknown)}. Known: {', '.join(names)}."
             )
-        rising = {name: tuple(given[name]) for name in ("buckets", "lengths") if name in given}
-        return cls(**{**given, **rising})
+        rising = {name: tuple(options[name]) for name in ("buckets", "lengths") if name in options}
+        return cls(**{**options, **rising})
 
     def sizes(self, shards: int) -> tuple[int, ...]:
         """The rows of batches, each of which divides over the pieces of the batch."""
@@ -107,7 +107,7 @@ def at_once(seconds: Mapping[int, float]) -> tuple[int, ...]:
     (0, 1, 1, 3, 4, 4, 4, 7, 8)
     """
     best, first = [0.0], [0]  # the least seconds for so many rows, and the largest batch of these
-    taken = [0]
+    counts = [0]
     for rows in range(1, max(seconds) + 1):
         ways = [
             (took + best[max(rows - size, 0)], -max(size, first[max(rows - size, 0)]))
@@ -117,8 +117,8 @@ def at_once(seconds: Mapping[int, float]) -> tuple[int, ...]:
         best.append(least)
         first.append(-largest)
         padded = seconds[min(size for size in seconds if size >= rows)]
-        taken.append(min(rows, -largest) if least < _SAVES * padded else rows)
-    return tuple(taken)
+        counts.append(min(rows, -largest) if least < _SAVES * padded else rows)
+    return tuple(counts)
 
 
 def _rising(largest: int) -> tuple[int, ...]:

@@ -37,10 +37,10 @@ class Followers:
     """The other processes, as rank 0 sees them; ``lost`` is called once when one is missing, and
     ``heard`` with what they answer."""
 
-    def __init__(self, lost: Callable[[NotReadyError], None], heard: Hear) -> None:
+    def __init__(self, lose: Callable[[NotReadyError], None], hear: Hear) -> None:
         import jax
 
-        self._lost, self._heard = lost, heard
+        self._lose, self._take = lose, hear
         self._context = zmq.Context.instance()
         self._sending = threading.Lock()
         socket_ = self._context.socket(zmq.ROUTER)
@@ -54,7 +54,7 @@ class Followers:
         answers_port = self._answers.bind_to_random_port("tcp://*")
         shared_text(f"{socket.gethostname()} {port} {answers_port} {public.decode()}")
         self._socket = socket_
-        self._seen = dict.fromkeys(range(1, jax.process_count()), 0.0)
+        self._last_s = dict.fromkeys(range(1, jax.process_count()), 0.0)
         self._names: dict[int, str] = {}
         self._wait_for_all()
         self._closing = threading.Event()
@@ -71,11 +71,11 @@ class Followers:
         """Say a word to all of them, or to one. Raises :class:`NotReadyError` where one is gone."""
         frames = _frames(word, arrays)
         with self._sending:
-            for rank in self._seen if to is None else (to,):
+            for rank in self._last_s if to is None else (to,):
                 try:
                     self._socket.send_multipart([str(rank).encode(), *frames])
                 except zmq.ZMQError as error:  # its connection is closed: its process has ended
-                    self._seen[rank] = -math.inf
+                    self._last_s[rank] = -math.inf
                     raise NotReadyError(
                         f"a process of the model has ended: rank {rank} ({self._names[rank]})."
                     ) from error
@@ -83,7 +83,7 @@ class Followers:
     def missing(self) -> str | None:
         """The process that has been silent for too long; ``None`` if there is none."""
         now_s = time.monotonic()
-        for rank, seen_s in self._seen.items():
+        for rank, seen_s in self._last_s.items():
             if seen_s == -math.inf:
                 return f"rank {rank} ({self._names[rank]}) has ended"
             if now_s - seen_s > MISSING_S:
@@ -105,10 +105,10 @@ class Followers:
 
     def _wait_for_all(self) -> None:
         until_s = time.monotonic() + _WELCOME_S
-        while len(self._names) < len(self._seen):
+        while len(self._names) < len(self._last_s):
             self._hear()
             if time.monotonic() > until_s:
-                absent = [str(rank) for rank in self._seen if rank not in self._names]
+                absent = [str(rank) for rank in self._last_s if rank not in self._names]
                 raise ProcessError(
                     f"rank(s) {', '.join(absent)} did not come to serve within {_WELCOME_S:.0f} s. "
                     "Load the same server in every process; all but rank 0 call server.work()."
@@ -118,7 +118,7 @@ class Followers:
         with self._sending:  # a socket belongs to one thread at a time
             while self._socket.poll(0):
                 rank, name = self._socket.recv_multipart()
-                self._seen[int(rank)] = time.monotonic()
+                self._last_s[int(rank)] = time.monotonic()
                 self._names[int(rank)] = name.decode()
         time.sleep(0.02)
 
@@ -128,13 +128,13 @@ class Followers:
             self._hear()
             text = self.missing()
             if text and not is_lost:
-                self._lost(NotReadyError(f"a process of the model is missing: {text}."))
+                self._lose(NotReadyError(f"a process of the model is missing: {text}."))
             is_lost = text is not None
 
     def _listen(self) -> None:
         while not self._closing.is_set():
             if self._answers.poll(200):
-                self._heard(*_parsed(self._answers.recv_multipart()))
+                self._take(*_parsed(self._answers.recv_multipart()))
 
 
 def follow(do: Do) -> None:

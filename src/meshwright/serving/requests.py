@@ -69,11 +69,11 @@ def checked(
         array = _array(inputs[spec.name], spec, faults)
         if array is not None:
             arrays.append(array)
-    known = [spec.name for spec in specs]
+    names = [spec.name for spec in specs]
     faults += [
-        f"input {name!r} is unknown; the inputs are {', '.join(known)}"
+        f"input {name!r} is unknown; the inputs are {', '.join(names)}"
         for name in inputs
-        if name not in known
+        if name not in names
     ]
     rows = {array.shape[0] for array in arrays}
     if len(rows) > 1:
@@ -135,28 +135,28 @@ def _array(value: Any, spec: TensorSpec, faults: list[str]) -> np.ndarray | None
     )
     if not fits:
         faults.append(f"{what} has shape {array.shape}: expected {spec}")
-    wanted = np.dtype(spec.dtype)
-    if not _casts(array, wanted):
+    dtype = np.dtype(spec.dtype)
+    if not _casts(array, dtype):
         faults.append(f"{what} has dtype {array.dtype}: expected {spec.dtype}")
         return None
     if not fits:
         return None
     with np.errstate(over="ignore"):  # float64 beyond float32 is infinite there
-        return np.ascontiguousarray(array, wanted)
+        return np.ascontiguousarray(array, dtype)
 
 
-def _casts(array: np.ndarray, wanted: np.dtype) -> bool:
+def _casts(array: np.ndarray, dtype: np.dtype) -> bool:
     """Whether values keep their meaning: floats stay floats, integers fit."""
-    if array.dtype == wanted:
+    if array.dtype == dtype:
         return True
-    have, want = _kind(array.dtype), _kind(wanted)
+    have, want = _kind(array.dtype), _kind(dtype)
     if want == "float":
         return have in ("float", "integer")
     if (have, want) != ("integer", "integer"):
         return False
     if not array.size:
         return True
-    limits = np.iinfo(wanted)
+    limits = np.iinfo(dtype)
     return bool(limits.min <= array.min() and array.max() <= limits.max)
 
 
@@ -172,8 +172,8 @@ def _ragged(arrays: Sequence[np.ndarray], specs: Sequence[TensorSpec]) -> Length
     return tuple(
         size
         for array, spec in zip(arrays, specs, strict=True)
-        for size, wanted in zip(array.shape[1:], spec.shape[1:], strict=True)
-        if wanted is None
+        for size, expected in zip(array.shape[1:], spec.shape[1:], strict=True)
+        if expected is None
     )
 
 

@@ -127,14 +127,14 @@ class Server:
             strategy = Plan.load(strategy)
         if build is not None and checkpoint is None and isinstance(model, str | Path):
             model, checkpoint = None, model
-        given = ServeOptions.of(_planned(strategy, options))
+        settings = ServeOptions.of(_planned(strategy, options))
         what = {"build": build, "params": params, "example": example, "name": name}
-        source = source_of(model, strategy, **what, precision=given.precision)
+        source = source_of(model, strategy, **what, precision=settings.precision)
         own = None
-        if given.precision is not None and sample is not None:
+        if settings.precision is not None and sample is not None:
             own = source_of(model, strategy, **what)
         loaded = LoadedModel(
-            source, given, checkpoint=checkpoint, version=version, sample=sample, own=own
+            source, settings, checkpoint=checkpoint, version=version, sample=sample, own=own
         )
         with self._lock:
             versions = self._versions.get(loaded.name) or Versions(loaded.name)
@@ -224,14 +224,14 @@ class Server:
     def _lead(self, models: list[LoadedModel]) -> None:
         import jax
 
-        def lost(error: NotReadyError) -> None:
+        def lose(error: NotReadyError) -> None:
             for model in models:
                 model.lose(error)
 
-        def heard(word: dict[str, Any], arrays: list[Any]) -> None:
+        def hear(word: dict[str, Any], arrays: list[Any]) -> None:
             models[word["model"]].answered(word, arrays)
 
-        self._followers = Followers(lost, heard)
+        self._followers = Followers(lose, hear)
         for number, model in enumerate(models):
             followers, count = self._followers, jax.process_count() - 1
             model.lead(followers.tell, number, count, followers.missing)
@@ -267,11 +267,11 @@ class Server:
         self.close()
 
     def _of(self, name: str) -> Versions:
-        found = self._versions.get(name)
-        if found is None:
-            known = ", ".join(self._versions) or "none"
-            raise UnknownModelError(f"unknown model {name!r}; models of this server: {known}.")
-        return found
+        versions = self._versions.get(name)
+        if versions is None:
+            names = ", ".join(self._versions) or "none"
+            raise UnknownModelError(f"unknown model {name!r}; models of this server: {names}.")
+        return versions
 
 
 def _planned(strategy: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,8 +292,8 @@ def keep_compiled() -> None:
     """
     import jax
 
-    kept = folder()
-    if kept is None:
+    root = folder()
+    if root is None:
         return
     for name, value in _KEEP_ALL.items():
         if name.upper() not in os.environ:
@@ -303,5 +303,5 @@ def keep_compiled() -> None:
         return
     from jax.experimental.compilation_cache import compilation_cache
 
-    compilation_cache.set_cache_dir(str(kept / "xla"))
+    compilation_cache.set_cache_dir(str(root / "xla"))
     compilation_cache.reset_cache()  # it may have looked before, and found none

@@ -63,7 +63,7 @@ class Source:
         import jax
 
         leaves = jax.tree.leaves(self.like)
-        specs = tuple(TensorSpec(each.name, each.dtype, each.shape) for each in leaves)
+        specs = tuple(TensorSpec(leaf.name, leaf.dtype, leaf.shape) for leaf in leaves)
         return specs if self.tables is None else self.tables.specs(specs)
 
     def batch(self, arrays: list[Any]) -> Any:
@@ -126,7 +126,7 @@ class Source:
             )
         shapes = self.shapes
         state, moved = handed_over(self.values(shapes), shapes)
-        return self._kept(state), moved
+        return self._used(state), moved
 
     def read(self, info: CheckpointInfo) -> Any:
         """The arrays of a checkpoint, each device its pieces; for :meth:`finished`.
@@ -151,9 +151,9 @@ class Source:
             return name, dtype if rounded is None or rounded != info.dtype else rounded
 
         own, all_of_it = (source._shapes(name_and_dtype) for source in (self, whole))
-        found = restore_state(info, own, reader(), whole=all_of_it)
+        restored = restore_state(info, own, reader(), whole=all_of_it)
         paths = [{names.get(i.path, i.path): i.path for i in infos} for infos in self._parts()]
-        params, state = ({paths[n][k]: v for k, v in found[n].items()} for n in (0, 1))
+        params, state = ({paths[n][k]: v for k, v in restored[n].items()} for n in (0, 1))
         return TrainState(params, state, {}, {})
 
     def finished(self, state: Any) -> Any:
@@ -166,7 +166,7 @@ class Source:
         if self.floats is not None and self.convert is not None:
             with turn_of_several(self.mesh):
                 return self.convert(self.floats.finished(state))
-        return self._kept(state)
+        return self._used(state)
 
     def saved_rows(self, info: CheckpointInfo) -> Rows | None:
         """The tables of a checkpoint. Raises :class:`~meshwright.CheckpointError`."""
@@ -177,7 +177,7 @@ class Source:
         """Shapes of the weights in their own dims, with the shardings of serving."""
         return self._shapes(lambda info: (info.path, info.dtype))
 
-    def _kept(self, state: TrainState) -> TrainState:
+    def _used(self, state: TrainState) -> TrainState:
         """As the forward pass takes it: in the type that is kept, and padded."""
         with turn_of_several(self.mesh):
             return self._kept_in_turn(state)
@@ -229,7 +229,7 @@ class Source:
         """Shapes in their own dims, with the shardings of serving."""
         import jax
 
-        placed = {each.info.path: each for each in self.steps.placed}
+        placed = {entry.info.path: entry for entry in self.steps.placed}
 
         def shape(info: Any, dtype: str) -> Any:
             sharding = placed[info.path].unpadded.sharding
@@ -275,8 +275,8 @@ def source_of(
         return _of_keras(model, strategy, example, precision, make, values)
 
     pipeline = _pipeline_of(strategy)
-    found = on(strategy) if pipeline is None else _by_stages(strategy, pipeline, on, precision)
-    return found if name is None else replace(found, name=name)
+    source = on(strategy) if pipeline is None else _by_stages(strategy, pipeline, on, precision)
+    return source if name is None else replace(source, name=name)
 
 
 def _pipeline_of(strategy: Any) -> Pipeline | None:
@@ -359,22 +359,22 @@ def _of_keras(
         )
     with tables.building() if tables else nullcontext():
         altered = tables.given_rows if tables else None
-        found = forward_of(strategy, model, example, dtype, altered)
+        forward = forward_of(strategy, model, example, dtype, altered)
     source = Source(
         model.name,
-        found.steps,
-        found.like,
-        found.outputs,
-        (found.names.of_parts[0], found.names.of_parts[1]),
-        (lambda _: found.values(values)) if values is not None or has_values(model) else None,
+        forward.steps,
+        forward.like,
+        forward.outputs,
+        (forward.names.of_parts[0], forward.names.of_parts[1]),
+        (lambda _: forward.values(values)) if values is not None or has_values(model) else None,
         is_keras=True,
-        saved_dtypes={} if dtype is None else found.own_dtypes,
+        saved_dtypes={} if dtype is None else forward.own_dtypes,
         make=make or fresh_copy(model),
-        lasting=found.names,
-        tables=tables.inputs(found.like) if tables else None,
+        lasting=forward.names,
+        tables=tables.inputs(forward.like) if tables else None,
     )
     if trains is not None:
-        live = OnServers(trains, model, found.variables)
+        live = OnServers(trains, model, forward.variables)
         return replace(source, live=live, values=lambda _: live.values())
     return _eight_bits(source, strategy, example) if precision == "int8" else source
 
@@ -403,9 +403,11 @@ def _eight_bits(floats: Source, strategy: Any, example: Any) -> Source:
     names = first.names.of_parts
 
     def convert(state: TrainState) -> TrainState:
-        found = forward(floats.steps.storing.restore(state))
+        forward_parts = forward(floats.steps.storing.restore(state))
         parts = []
-        for part, mine, its in zip(found.values(), names, found.names.of_parts, strict=False):
+        for part, mine, its in zip(
+            forward_parts.values(), names, forward_parts.names.of_parts, strict=False
+        ):
             paths = {name: path for path, name in mine.items()}
             parts.append({paths[its[path]]: value for path, value in part.items()})
         return first.steps.storing.store(TrainState(parts[0], parts[1], {}, {}))

@@ -178,10 +178,10 @@ class Segments:
 
     def reads(self, stage: int) -> dict[str, tuple[Any, ...]]:
         """What a stage reads, by part: paths of parameters and state, numbers of batch leaves."""
-        found: dict[str, tuple[Any, ...]] = {"params": (), "state": (), "batch": ()}
+        result: dict[str, tuple[Any, ...]] = {"params": (), "state": (), "batch": ()}
         for part, key in self._arguments(stage).values():
-            found[part] += (key,)
-        return found
+            result[part] += (key,)
+        return result
 
     def function(self, stage: int) -> Any:
         """``(params, state, leaves, entering) -> leaving``, of what :meth:`reads` says."""
@@ -190,8 +190,8 @@ class Segments:
 
         def run(params: Any, state: Any, of_batch: Any, entering: Any) -> list[Any]:
             parts = {"params": params, "state": state, "batch": of_batch}
-            known = {var: parts[part][key] for var, (part, key) in arguments.items()}
-            return line.evaluate(leaves, {**known, **dict(zip(enters, entering, strict=True))})
+            values = {var: parts[part][key] for var, (part, key) in arguments.items()}
+            return line.evaluate(leaves, {**values, **dict(zip(enters, entering, strict=True))})
 
         return run
 
@@ -205,8 +205,8 @@ class Segments:
 
 def _of_batch(line: Line) -> set[Any]:
     """What is computed from the batch."""
-    found = {var for var, (part, _) in line.traced.arguments.items() if part == "batch"}
+    result = {var for var, (part, _) in line.traced.arguments.items() if part == "batch"}
     for eqn in line.eqns:
-        if any(atom in found for atom in eqn.invars if not hasattr(atom, "val")):
-            found.update(eqn.outvars)
-    return found
+        if any(atom in result for atom in eqn.invars if not hasattr(atom, "val")):
+            result.update(eqn.outvars)
+    return result

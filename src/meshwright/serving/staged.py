@@ -131,7 +131,7 @@ class StagedForward(Forward):
         try:
             self._say(word, [*passed, *task.arrays], process)
         except MeshwrightError as error:
-            self._taken(number)
+            self._take(number)
             task.fail(error)
 
     def lead(self, say: Say) -> None:
@@ -140,7 +140,7 @@ class StagedForward(Forward):
 
     def answered(self, word: dict[str, Any], arrays: list[np.ndarray]) -> None:
         """Another process has computed its stages of a batch, or could not."""
-        task = self._taken(word["task"])
+        task = self._take(word["task"])
         if task is None:  # which was given up meanwhile
             return
         if "error" in word:
@@ -152,10 +152,10 @@ class StagedForward(Forward):
     def lose(self, error: Exception) -> None:
         """Give up the batches that are in other processes."""
         for number in list(self._under_way):
-            if (task := self._taken(number)) is not None:
+            if (task := self._take(number)) is not None:
                 task.fail(error)
 
-    def _taken(self, number: int) -> Task | None:
+    def _take(self, number: int) -> Task | None:
         with self._lock_of_tasks:
             return self._under_way.pop(number, None)
 
@@ -171,14 +171,14 @@ class StagedForward(Forward):
         task = Task(shape, states, word["version"], arrays[count:], arrays[:count])
         last = self._parts[-1].stage.number
 
-        def done(future: Future[list[Any]]) -> None:
+        def finish(future: Future[list[Any]]) -> None:
             answer = {"model": word["model"], "task": word["task"], "stage": last}
             if (error := future.exception()) is not None:
                 reply({**answer, "error": f"{type(error).__name__}: {error}"}, [])
             else:
                 reply(answer, future.result())
 
-        task.future.add_done_callback(done)
+        task.future.add_done_callback(finish)
         try:
             self.compile([shape])
         except Exception as error:

@@ -78,7 +78,7 @@ class TableInputs:
 
         tables = {table.name: table for table in lookups.tables}
         assert program.predict is not None
-        predict, asked = program.predict, list[str]()
+        predict, names = program.predict, list[str]()
 
         def ids(arrays: list[Any], params: Any, state: Any) -> list[Any]:
             looked_up: list[tuple[str, Any]] = []
@@ -89,7 +89,7 @@ class TableInputs:
 
             with lookups.taking(take):
                 predict(params, state, (jax.tree.unflatten(tree, arrays),))
-            asked[:] = [name for name, _ in looked_up]
+            names[:] = [name for name, _ in looked_up]
             return [ids for _, ids in looked_up]
 
         def zeros(infos: Any) -> Any:
@@ -112,7 +112,7 @@ class TableInputs:
         leaves = {id(var): number for number, var in enumerate(jaxpr.invars[: len(inputs)])}
         places = [leaves.get(id(origin(jaxpr, var))) for var in jaxpr.outvars]
         return cls(
-            tuple(Lookup(tables[n], leaf) for n, leaf in zip(asked, places, strict=True)),
+            tuple(Lookup(tables[n], leaf) for n, leaf in zip(names, places, strict=True)),
             lookups.served,
             jax.jit(of_inputs),
         )
@@ -121,7 +121,7 @@ class TableInputs:
 
     def specs(self, inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         """The inputs as clients see them: keys of hash tables have 64 bits."""
-        keys = {each.leaf for each in self.lookups if each.table.rows is None}
+        keys = {lookup.leaf for lookup in self.lookups if lookup.table.rows is None}
         return tuple(
             replace(spec, dtype="int64") if number in keys else spec
             for number, spec in enumerate(inputs)
@@ -133,15 +133,15 @@ class TableInputs:
 
         added = []
         ids = jax.eval_shape(self.ids, list(inputs))
-        for table, at in zip((each.table for each in self.lookups), ids, strict=True):
+        for table, at in zip((lookup.table for lookup in self.lookups), ids, strict=True):
             rows = jax.ShapeDtypeStruct((*at.shape, table.dim), table.dtype)
             added += _parts(table, rows, jax.ShapeDtypeStruct(at.shape, "bool"))
         return added
 
     def nested(self, arrays: Sequence[Any]) -> list[list[Any]]:
         """What was added, for each lookup."""
-        left = iter(arrays)
-        return [[next(left) for _ in _parts(each.table, 0, 0)] for each in self.lookups]
+        remaining = iter(arrays)
+        return [[next(remaining) for _ in _parts(lookup.table, 0, 0)] for lookup in self.lookups]
 
     def added(self, rows: Rows, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The rows for a batch, and which ids are not padding; each table is asked once.
@@ -149,43 +149,43 @@ class TableInputs:
         Ids that the model computes and the table does not have give NaN, as in Keras on JAX.
         """
         pairs = list(zip(self.lookups, self._ids_of(arrays), strict=True))
-        wanted = [~(each.padding(ids) | each.outside(ids)) for each, ids in pairs]
+        present = [~(lookup.padding(ids) | lookup.outside(ids)) for lookup, ids in pairs]
         keys: dict[str, list[np.ndarray]] = {}
-        for (each, ids), take in zip(pairs, wanted, strict=True):
-            keys.setdefault(each.table.name, []).append(ids[take])
+        for (lookup, ids), take in zip(pairs, present, strict=True):
+            keys.setdefault(lookup.table.name, []).append(ids[take])
         unique = {name: np.unique(np.concatenate(own)) for name, own in keys.items()}
-        found = {name: rows.lookup(name, own) for name, own in unique.items()}
+        rows_of = {name: rows.lookup(name, own) for name, own in unique.items()}
         added = []
-        for (each, ids), take in zip(pairs, wanted, strict=True):
-            table = each.table
+        for (lookup, ids), take in zip(pairs, present, strict=True):
+            table = lookup.table
             values = np.zeros((*ids.shape, table.dim), table.dtype)
-            values[take] = found[table.name][np.searchsorted(unique[table.name], ids[take])]
-            values[each.outside(ids)] = np.nan
-            added += _parts(table, values, ~each.padding(ids))
+            values[take] = rows_of[table.name][np.searchsorted(unique[table.name], ids[take])]
+            values[lookup.outside(ids)] = np.nan
+            added += _parts(table, values, ~lookup.padding(ids))
         return added
 
     def _ids_of(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         import jax
 
         computed: Any = {}
-        if any(each.leaf is None for each in self.lookups):
+        if any(lookup.leaf is None for lookup in self.lookups):
             with jax.default_device(jax.local_devices(backend="cpu")[0]):
                 computed = self.ids(list(arrays))
         return [
-            np.asarray(computed[number] if each.leaf is None else arrays[each.leaf], np.int64)
-            for number, each in enumerate(self.lookups)
+            np.asarray(computed[number] if lookup.leaf is None else arrays[lookup.leaf], np.int64)
+            for number, lookup in enumerate(self.lookups)
         ]
 
     def check(self, specs: Sequence[TensorSpec], arrays: Sequence[np.ndarray]) -> None:
         """Raise :class:`RequestError` for ids that a table does not have; lists all inputs."""
         faults = []
-        for each in self.lookups:
-            if each.leaf is None:
+        for lookup in self.lookups:
+            if lookup.leaf is None:
                 continue
-            ids, table = arrays[each.leaf], each.table
-            if (wrong := ids[each.outside(ids)]).size:
+            ids, table = arrays[lookup.leaf], lookup.table
+            if (wrong := ids[lookup.outside(ids)]).size:
                 faults.append(
-                    f"input {specs[each.leaf].name!r}: id {wrong[0]} is out of range for table "
+                    f"input {specs[lookup.leaf].name!r}: id {wrong[0]} is out of range for table "
                     f"{table.name!r}, whose ids are 0 to {table.rows - 1} ({wrong.size} of "
                     f"{ids.size} ids of the request)"
                 )
@@ -246,7 +246,7 @@ class ModelTables:
         from .. import _compat
 
         layers = _compat.layers_inside(model)
-        return cls(model) if any(isinstance(each, module.Embedding) for each in layers) else None
+        return cls(model) if any(isinstance(layer, module.Embedding) for layer in layers) else None
 
     def building(self) -> AbstractContextManager[None]:
         """While the block runs, lookups give zeros: shapes are looked at."""
@@ -267,11 +267,11 @@ class ModelTables:
 
         def predict(params: Any, state: Any, batch: Any) -> Any:
             inputs, looked_up = batch
-            left = iter(looked_up)
+            remaining = iter(looked_up)
 
             def take(name: str, ids: Any) -> Taken:
                 del name
-                rows, *present = next(left)
+                rows, *present = next(remaining)
                 return Taken(rows, present[0] if present else jnp.ones(ids.shape, bool))
 
             with self.lookups.taking(take):
@@ -286,8 +286,8 @@ class ModelTables:
         assert self._plain is not None
         leaves, tree = jax.tree.flatten(like)
         shapes = [
-            jax.ShapeDtypeStruct([_ANY if n is None else n for n in each.shape], each.dtype)
-            for each in leaves
+            jax.ShapeDtypeStruct([_ANY if n is None else n for n in leaf.shape], leaf.dtype)
+            for leaf in leaves
         ]
         return TableInputs.of(self._plain, self.lookups, shapes, tree)
 
@@ -329,7 +329,7 @@ class OnServers:
     def values(self) -> TrainState:
         """Parameters and state; seeds are the model's own. Raises :class:`NotReadyError`."""
         params, state = (
-            dict(zip(specs, self.asked(lambda s, of=specs: s.read(list(of.values()))), strict=True))
+            dict(zip(specs, self.names(lambda s, of=specs: s.read(list(of.values()))), strict=True))
             for specs in self._specs
         )
         seeds = {path: np.asarray(variable.value) for path, variable in self._seeds.items()}
@@ -337,7 +337,7 @@ class OnServers:
 
     def lookup(self, table: str, ids: np.ndarray) -> np.ndarray:
         """The rows of these ids. Raises :class:`NotReadyError` where a server does not answer."""
-        return self.asked(lambda servers: servers.lookup(self._tables[table], ids))
+        return self.names(lambda servers: servers.lookup(self._tables[table], ids))
 
     def close(self) -> None:
         """End the connections to the servers."""
@@ -348,7 +348,7 @@ class OnServers:
         """Where each table lies on the servers."""
         return dict(self._tables)
 
-    def asked(self, do: Callable[[Any], Any]) -> Any:
+    def names(self, do: Callable[[Any], Any]) -> Any:
         """What ``do`` asks of the servers. Raises :class:`NotReadyError`."""
         try:
             with self._lock:

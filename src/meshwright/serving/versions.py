@@ -20,7 +20,7 @@ class _Version:
     model: LoadedModel
     share: float
     compare: float
-    owed: float = 0.0  # of requests, so that shares are met exactly and not by chance
+    credit: float = 0.0  # of requests, so that shares are met exactly and not by chance
     owed_comparison: float = 0.0
 
 
@@ -39,7 +39,7 @@ class Versions:
 
     @property
     def all(self) -> list[LoadedModel]:
-        return [each.model for each in self._versions]
+        return [version.model for version in self._versions]
 
     def check(self, model: LoadedModel, share: float | None, compare: float) -> None:
         """Raise :class:`ModelError` where shares or names of one more version do not fit."""
@@ -49,7 +49,7 @@ class Versions:
         is_share = share is None or 0 <= share <= 1
         if not is_share or (not self._versions and share not in (None, 1)):
             faults.append(f"share={share!r}: expected a number from 0 to 1, and 1 for the first")
-        rest = sum(each.share for each in self._versions[1:]) + (share or 0)
+        rest = sum(version.share for version in self._versions[1:]) + (share or 0)
         if self._versions and rest > 1:
             faults.append(f"share={share!r}: with the other versions' that is {rest:g} of 1")
         if self._versions and not model.version:
@@ -65,42 +65,42 @@ class Versions:
         with self._lock:
             first = not self._versions
             self._versions.append(_Version(model, 1.0 if first else share or 0.0, compare))
-            self._versions[0].share = 1 - sum(each.share for each in self._versions[1:])
+            self._versions[0].share = 1 - sum(version.share for version in self._versions[1:])
 
     def names(self) -> tuple[str, ...]:
-        ordered = sorted(self._versions, key=lambda each: -each.share)
-        return tuple(each.model.version for each in ordered)
+        ordered = sorted(self._versions, key=lambda version: -version.share)
+        return tuple(version.model.version for version in ordered)
 
     def model(self, version: str | None = None) -> ServedModel:
         """The version of this name, or the one that the next request falls to."""
         if version is None:
             return self.chosen()
-        found = next((m for m in self.all if m.version == version), None)
-        if found is None:
+        result = next((m for m in self.all if m.version == version), None)
+        if result is None:
             raise UnknownModelError(
                 f"model {self.name!r} has no version {version!r}; it has {', '.join(self.names())}."
             )
-        return found
+        return result
 
     def chosen(self) -> Any:
         """The version that the next request falls to, with those that compute it, too."""
         if len(self._versions) == 1:
             return self._versions[0].model
         with self._lock:
-            there = [each for each in self._versions if each.share and each.model.ready]
+            there = [version for version in self._versions if version.share and version.model.ready]
             if not there:
                 return self._versions[0].model  # which says why it does not answer
-            whole = sum(each.share for each in there)
-            for each in there:
-                each.owed += each.share / whole
-            chosen = max(there, key=lambda each: each.owed)
-            chosen.owed -= 1
+            whole = sum(version.share for version in there)
+            for version in there:
+                version.credit += version.share / whole
+            chosen = max(there, key=lambda version: version.credit)
+            chosen.credit -= 1
             beside = []
-            for each in self._versions[1:] if chosen is self._versions[0] else ():
-                each.owed_comparison += each.compare if each.model.ready else 0.0
-                if each.owed_comparison >= 1:
-                    each.owed_comparison -= 1
-                    beside.append(each.model)
+            for version in self._versions[1:] if chosen is self._versions[0] else ():
+                version.owed_comparison += version.compare if version.model.ready else 0.0
+                if version.owed_comparison >= 1:
+                    version.owed_comparison -= 1
+                    beside.append(version.model)
         return _Compared(chosen.model, beside, self._note) if beside else chosen.model
 
     def compared(self) -> dict[str, float]:

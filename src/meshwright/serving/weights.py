@@ -37,10 +37,10 @@ def not_finite(state: Any) -> list[str]:
 
     look = jax.jit(lambda values: {p: is_finite(v) for p, v in values.items()})
     flags = []
-    for each in states_of(state):
-        devices = {d for value in jax.tree.leaves(each.params) for d in value.sharding.device_set}
+    for own in states_of(state):
+        devices = {d for value in jax.tree.leaves(own.params) for d in value.sharding.device_set}
         with turn_on(devices):
-            flags.append(jax.block_until_ready(look(each.params)))
+            flags.append(jax.block_until_ready(look(own.params)))
     return list(dict.fromkeys(path for of in flags for path, flag in of.items() if not bool(flag)))
 
 
@@ -48,12 +48,12 @@ def bytes_by_device(state: Any) -> dict[str, int]:
     """The bytes of all arrays on each device of this process."""
     import jax
 
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for array in jax.tree.leaves(state):
         for shard in array.addressable_shards:
             name = f"{shard.device.platform}:{shard.device.id}"
-            found[name] = found.get(name, 0) + shard.data.nbytes
-    return found
+            result[name] = result.get(name, 0) + shard.data.nbytes
+    return result
 
 
 def described(state: Any) -> tuple[Weight, ...]:
@@ -66,7 +66,7 @@ def described(state: Any) -> tuple[Weight, ...]:
             tuple(array.sharding.spec) + (None,) * (array.ndim - len(array.sharding.spec)),
             max(shard.data.nbytes for shard in array.addressable_shards),
         )
-        for each in states_of(state)
-        for part in each[:2]
+        for own in states_of(state)
+        for part in own[:2]
         for path, array in part.items()
     )

@@ -31,7 +31,7 @@ class Families:
     @property
     def count(self) -> int:
         """How many members each has."""
-        return sum(each is not None for each in self.rows[0]) if self.rows else 0
+        return sum(member is not None for member in self.rows[0]) if self.rows else 0
 
 
 def alike(
@@ -48,10 +48,10 @@ def alike(
     closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
     invars = jax.tree.unflatten(jax.tree.structure(tuple(shapes)), closed.jaxpr.invars)
     member = {
-        each: (row, place)
+        entry: (row, place)
         for row, members in enumerate(families.rows)
-        for place, each in enumerate(members)
-        if each is not None
+        for place, entry in enumerate(members)
+        if entry is not None
     }
     tags: dict[Any, Tag] = {}
     for name, part in zip(names, invars, strict=True):
@@ -60,33 +60,35 @@ def alike(
     outvars = jax.tree.unflatten(jax.tree.structure(results), closed.jaxpr.outvars)
 
     def run(
-        given: Mapping[str, Mapping[str, Any]],
+        values_by_part: Mapping[str, Mapping[str, Any]],
         stacked: Sequence[Mapping[str, Places]],
-        wanted: Sequence[Mapping[str, Places]],
+        places_by_part: Sequence[Mapping[str, Places]],
     ) -> tuple[dict[str, Any], ...]:
         values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         stacks: dict[int, Any] = {}
         for name, part, of in zip(names, invars, stacked, strict=True):
             for path, members in of.items():
                 first = next(m for m in members if m is not None)
-                stacks[member[name, first][0]] = given[name][path]
-            values |= {var: given[name][p] for p, var in part.items() if (name, p) not in member}
-        found = _Values(values, stacks, grouped)
+                stacks[member[name, first][0]] = values_by_part[name][path]
+            values |= {
+                var: values_by_part[name][p] for p, var in part.items() if (name, p) not in member
+            }
+        outcome = _Values(values, stacks, grouped)
         for number, eqn in enumerate(closed.jaxpr.eqns):
-            found.take(number, eqn)
+            outcome.take(number, eqn)
         return tuple(
             {
                 **{
-                    path: found.stack([None if m is None else part[m] for m in members])
+                    path: outcome.stack([None if m is None else part[m] for m in members])
                     for path, members in of.items()
                 },
                 **{
-                    path: found.value(atom)
+                    path: outcome.value(atom)
                     for path, atom in part.items()
                     if not any(path in members for members in of.values())
                 },
             }
-            for part, of in zip(outvars, wanted, strict=True)
+            for part, of in zip(outvars, places_by_part, strict=True)
         )
 
     return run
@@ -100,12 +102,12 @@ class _Groups:
     group_of: dict[int, tuple[int, int]]  # equation -> its group and its place there
 
     @classmethod
-    def of(cls, closed: Any, given: Mapping[Any, Tag], families: Families) -> _Groups:
+    def of(cls, closed: Any, roots: Mapping[Any, Tag], families: Families) -> _Groups:
         """Those of a jaxpr; what does not come for every block is left alone."""
         eqns = closed.jaxpr.eqns
         signs, banned, ids = signs_of(eqns).tolist(), set[int](), dict[Any, int]()
         while True:
-            tags, groups = _assigned(eqns, signs, given, banned, ids, len(families.rows))
+            tags, groups = _assigned(eqns, signs, roots, banned, ids, len(families.rows))
             partial = {key for key, of in groups.items() if len(of) < families.count}
             if not partial:
                 return cls(tags, {n: (g, p) for g, of in groups.items() for p, n in of.items()})
@@ -115,23 +117,23 @@ class _Groups:
 def _assigned(
     eqns: Sequence[Any],
     signs: Sequence[int],
-    given: Mapping[Any, Tag],
+    roots: Mapping[Any, Tag],
     banned: set[int],
     ids: dict[Any, int],
     first: int,
 ) -> tuple[dict[Any, Tag], dict[int, dict[int, int]]]:
     """Tags of all variables, and the equations of each group by place, but for banned groups."""
-    tags = dict(given)
+    tags = dict(roots)
     groups: dict[int, dict[int, int]] = {}
     times: Counter[Any] = Counter()
     same: dict[Any, Any] = {}  # a variable to the first one that is computed alike
-    known: dict[Any, Any] = {}
+    first_outvars: dict[Any, Any] = {}
     for number, eqn in enumerate(eqns):
         read = [_tag(atom, tags) for atom in eqn.invars]
         places = {tag[1] for tag in read if tag is not None}
         if not places and not eqn.effects:  # Keras takes powers of betas anew for every weight
             alone = signs[number], tuple(_key(atom, same) for atom in eqn.invars)
-            same |= zip(eqn.outvars, known.setdefault(alone, eqn.outvars), strict=True)
+            same |= zip(eqn.outvars, first_outvars.setdefault(alone, eqn.outvars), strict=True)
         if len(places) != 1 or eqn.effects:
             continue
         (place,) = places
@@ -164,7 +166,7 @@ class _Values:
 
     def __init__(self, values: dict[Any, Any], stacks: dict[int, Any], groups: _Groups) -> None:
         self._values, self._stacks, self._groups = values, stacks, groups
-        self._taken: set[int] = set()
+        self._done_groups: set[int] = set()
 
     def value(self, atom: Any) -> Any:
         """That of one variable, taken out of its stack if it is in one."""
@@ -177,13 +179,13 @@ class _Values:
         """The stack of these variables, with zeros in places that are left empty."""
         import jax.numpy as jnp
 
-        held = {place: atom for place, atom in enumerate(atoms) if atom is not None}
-        tags = {place: _tag(atom, self._groups.tags) for place, atom in held.items()}
+        by_place = {place: atom for place, atom in enumerate(atoms) if atom is not None}
+        tags = {place: _tag(atom, self._groups.tags) for place, atom in by_place.items()}
         families = {tag[0] for tag in tags.values() if tag is not None}
         in_order = [tag is not None and tag[1] == place for place, tag in tags.items()]
         if len(families) == 1 and all(in_order):
             return self._stacks[families.pop()]
-        values = {place: self.value(atom) for place, atom in held.items()}
+        values = {place: self.value(atom) for place, atom in by_place.items()}
         empty = jnp.zeros_like(next(iter(values.values())))
         return jnp.stack([values.get(place, empty) for place in range(len(atoms))])
 
@@ -196,15 +198,15 @@ class _Values:
             values = _compat.evaluate(eqn, [self.value(atom) for atom in eqn.invars])
             self._values.update(zip(eqn.outvars, values, strict=True))
             return
-        if group[0] in self._taken:
+        if group[0] in self._done_groups:
             return
-        self._taken.add(group[0])
+        self._done_groups.add(group[0])
         tags = [_tag(atom, self._groups.tags) for atom in eqn.invars]
         values = [
             self.value(atom) if tag is None else self._stacks[tag[0]]
             for tag, atom in zip(tags, eqn.invars, strict=True)
         ]
         axes = [None if tag is None else 0 for tag in tags]
-        mapped = jax.vmap(lambda *each: _compat.evaluate(eqn, list(each)), in_axes=axes)
+        mapped = jax.vmap(lambda *operands: _compat.evaluate(eqn, list(operands)), in_axes=axes)
         for var, result in zip(eqn.outvars, mapped(*values), strict=True):
             self._stacks[self._groups.tags[var][0]] = result

@@ -53,8 +53,8 @@ def _traced(blocks: Blocks) -> Any:
     x = [var.aval for var in functions.enters]
 
     def run(own: Any, read: Any, x: Any, gradient: Any) -> Any:
-        known = dict(zip(shared, read, strict=True))
-        y, pull = jax.vjp(lambda x: functions.block(own, known, x), x)
+        shared_values = dict(zip(shared, read, strict=True))
+        y, pull = jax.vjp(lambda x: functions.block(own, shared_values, x), x)
         return y, pull(gradient)
 
     shapes = [_shape(aval) for aval in x]

@@ -162,8 +162,8 @@ class ForkRunner:
         import jax
 
         def loss(own: list[Any], others: Arrays) -> tuple[Any, list[Any]]:
-            found = _OnDevice(self, number[0], own, others, rest, leaves).results()
-            return found[0], found[1:]
+            results = _OnDevice(self, number[0], own, others, rest, leaves).results()
+            return results[0], results[1:]
 
         (_, results), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(own, others)
         return *grads, results
@@ -187,7 +187,7 @@ class _OnDevice:
         self._packed: dict[int, Packed] = {}
         self._rows = leaves[0].shape[0]
         values = {**rest._asdict(), "params": others, "batch": dict(enumerate(leaves))}
-        self._known = {
+        self._values = {
             var: values[part][key]
             for var, (part, key) in self._line.traced.arguments.items()
             if key in values[part]
@@ -195,16 +195,16 @@ class _OnDevice:
 
     def results(self) -> list[Any]:
         """The loss, metrics, logs, and the state of the model."""
-        line, held = self._line, dict(self._known)
+        line, values = self._line, dict(self._values)
         for step in self._forks.schedule:
             if isinstance(step, Region):
-                held |= self._region(step, line.evaluate(step.enters, held))
+                values |= self._region(step, line.evaluate(step.enters, values))
             else:
                 outs = line.eqns[step].outvars
-                held |= zip(outs, line.evaluate(outs, held), strict=True)
+                values |= zip(outs, line.evaluate(outs, values), strict=True)
         traced = line.traced
-        wanted = [traced.loss, *traced.metrics.values(), *traced.logs.values()]
-        return line.evaluate([*wanted, *traced.state.values()], held)
+        outputs = [traced.loss, *traced.metrics.values(), *traced.logs.values()]
+        return line.evaluate([*outputs, *traced.state.values()], values)
 
     def _region(self, region: Region, enters: list[Any]) -> dict[Any, Any]:
         """What is read after the join, of what is computed before the fork."""
@@ -215,7 +215,7 @@ class _OnDevice:
         joined = jax.custom_vjp(lambda *values: self._forward(region, *values)[0])
         joined.defvjp(
             lambda *values: self._forward(region, *values),
-            lambda kept, gradient: self._backward(region, kept, gradient),
+            lambda residuals, gradient: self._backward(region, residuals, gradient),
         )
         leaves = [v for of in region.leaves for v in of]
         return dict(zip(leaves, joined(self._own, shared, enters), strict=True))
@@ -227,8 +227,8 @@ class _OnDevice:
 
         def differentiated(device: int) -> tuple[list[Any], list[Any]]:
             weights = self._weights(region, device, own, shared)
-            made = lambda weights, enters: self._made(region, device, weights, enters)  # noqa: E731
-            y, pull = jax.vjp(made, weights, enters)
+            inside = lambda weights, enters: self._leaves_of(region, device, weights, enters)  # noqa: E731
+            y, pull = jax.vjp(inside, weights, enters)
             leaves, tree = jax.tree.flatten(pull)
             self._trees[id(region), device] = tree
             return y, leaves
@@ -246,17 +246,17 @@ class _OnDevice:
             ]
             return whole, packed.pack(leaves, self._exactly)
 
-        found, kept = self._switch(branch)
-        return self._summed(found), (kept, shared)
+        sums, residuals = self._switch(branch)
+        return self._summed(sums), (residuals, shared)
 
     def _backward(
-        self, region: Region, kept: tuple[Any, Arrays], gradient: list[Any]
+        self, region: Region, residuals: tuple[Any, Arrays], gradient: list[Any]
     ) -> tuple[list[Any], Arrays, list[Any]]:
-        held, shared = kept
+        packed, shared = residuals
         packs = self._runner.packing.packs.params.values()
 
         def branch(device: int) -> tuple[list[Any], Arrays, list[Any]]:
-            leaves = self._packed[id(region)].unpack(device, held, self._exactly)
+            leaves = self._packed[id(region)].unpack(device, packed, self._exactly)
             begin = sum(len(of) for of in region.leaves[:device])
             mine = gradient[begin : begin + len(region.leaves[device])]
             grads, enters = self._trees[id(region), device].unflatten(leaves)(mine)
@@ -276,18 +276,20 @@ class _OnDevice:
         return [self._exactly(row, False) for row in rows], of_shared, of_enters
 
     def _weights(self, region: Region, device: int, own: list[Any], shared: Arrays) -> Arrays:
-        found = dict(shared)
+        weights = dict(shared)
         for pack, row in zip(self._runner.packing.packs.params.values(), own, strict=True):
-            found |= from_row([p for p in pack.pieces if p.stage == device], row[0])
-        return {p: self._exactly(found[p], False) for p in self._forks.params(region, device)}
+            weights |= from_row([p for p in pack.pieces if p.stage == device], row[0])
+        return {p: self._exactly(weights[p], False) for p in self._forks.params(region, device)}
 
-    def _made(self, region: Region, device: int, weights: Arrays, enters: list[Any]) -> list[Any]:
+    def _leaves_of(
+        self, region: Region, device: int, weights: Arrays, enters: list[Any]
+    ) -> list[Any]:
         """The results of a device's branches."""
         line, arguments = self._line, self._line.traced.arguments
-        known = {v: x for v, x in self._known.items() if arguments[v][0] != "params"}
-        known |= {v: weights[key] for v, (part, key) in arguments.items() if key in weights}
-        known |= zip(region.enters, enters, strict=True)
-        return line.evaluate(region.leaves[device], known)
+        values = {v: x for v, x in self._values.items() if arguments[v][0] != "params"}
+        values |= {v: weights[key] for v, (part, key) in arguments.items() if key in weights}
+        values |= zip(region.enters, enters, strict=True)
+        return line.evaluate(region.leaves[device], values)
 
     def _switch(self, branch: Callable[[int], Any]) -> Any:
         import jax

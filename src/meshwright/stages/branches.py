@@ -69,10 +69,10 @@ class Forks:
     @classmethod
     def of(cls, line: Line, devices: int) -> Forks:
         """Raises :class:`PipelineError` for a model without branches."""
-        found = _Finder(line)
+        finder = _Finder(line)
         regions = tuple(
-            found.region(branches, devices)
-            for branches in map(found.branches, found.forks())
+            finder.region(branches, devices)
+            for branches in map(finder.branches, finder.forks())
             if len(branches) > 1
         )
         if not regions:
@@ -86,12 +86,12 @@ class Forks:
     def schedule(self) -> list[int | Region]:
         """Equations of the line by number, and regions, each after what it reads."""
         at = {k: region for region in self.regions for group in region.groups for k in group}
-        done, steps = set[int](), list[int | Region]()
+        scheduled, steps = set[int](), list[int | Region]()
         for k, number in enumerate(self.line.order):
             if (region := at.get(k)) is None:
                 steps.append(number)
-            elif id(region) not in done:
-                done.add(id(region))
+            elif id(region) not in scheduled:
+                scheduled.add(id(region))
                 steps.append(region)
         return steps
 
@@ -113,7 +113,7 @@ class Forks:
         for k, paths in enumerate(self.line.params_read):
             for path in paths:
                 readers.setdefault(path, set()).add(inside.get(k))
-        for path in self.line.params_of(self.line.wanted, self.line.made):
+        for path in self.line.params_of(self.line.outputs, self.line.producer):
             readers.setdefault(path, set()).add(None)
         return {
             path: device
@@ -126,8 +126,8 @@ class Forks:
         """Floating-point operations outside of branches, and in each device's branches."""
         eqns = self.line.eqns
         total = sum(float(equation_flops(eqns[n]) or 0) for n in self.line.order)
-        each = [sum(region.flops[d] for region in self.regions) for d in range(self.devices)]
-        return total - sum(each), each
+        by_device = [sum(region.flops[d] for region in self.regions) for d in range(self.devices)]
+        return total - sum(by_device), by_device
 
 
 class _Finder:
@@ -142,21 +142,21 @@ class _Finder:
                 of_batch.update(eqn.outvars)
         self._inputs = [variables(eqns[n].invars) for n in line.order]
         self._acts = [k for k, read in enumerate(self._inputs) if not of_batch.isdisjoint(read)]
-        self._made = {v: k for k in self._acts for v in eqns[line.order[k]].outvars}
-        self._weights = {v: k for v, k in line.made.items() if v not in self._made}
+        self._maker = {v: k for k in self._acts for v in eqns[line.order[k]].outvars}
+        self._weights = {v: k for v, k in line.producer.items() if v not in self._maker}
 
     def _before(self, k: int) -> set[int]:
         """The equations whose results one reads, those of weights alone left out."""
-        return {self._made[v] for v in self._inputs[k] if v in self._made}
+        return {self._maker[v] for v in self._inputs[k] if v in self._maker}
 
     def forks(self) -> list[list[int]]:
         """Equations between places that one value alone crosses."""
         last: dict[Var, int] = {}
         for k in self._acts:
-            last |= {v: k for v in self._inputs[k] if v in self._made}
+            last |= {v: k for v in self._inputs[k] if v in self._maker}
         end = len(self._line.order)
         for var in self._line.crossing(end):
-            if var in self._made and not self._only_statistics(var):
+            if var in self._maker and not self._only_statistics(var):
                 last[var] = end
         sources = [k for k in self._acts if not self._before(k)]
         parts, part, crossing = list[list[int]](), list[int](), set[Var]()
@@ -172,9 +172,9 @@ class _Finder:
     @functools.cached_property
     def _of_loss(self) -> set[Var]:
         line, traced = self._line, self._line.traced
-        wanted = [traced.loss, *traced.metrics.values(), *traced.logs.values()]
-        read = {*variables(wanted)}
-        for number in line.slice(wanted, line.made):
+        outputs = [traced.loss, *traced.metrics.values(), *traced.logs.values()]
+        read = {*variables(outputs)}
+        for number in line.slice(outputs, line.producer):
             read.update(variables(line.eqns[number].invars))
         return read
 
@@ -186,9 +186,9 @@ class _Finder:
         taken away; one where they all do."""
         for joins in range(min(_JOINS, len(part))):
             inside = part[: len(part) - joins]
-            found = self._components(inside)
-            if sum(self._flops(each) > 0 for each in found) > 1:
-                return found
+            components = self._components(inside)
+            if sum(self._flops(own) > 0 for own in components) > 1:
+                return components
         return [list(part)]
 
     def _components(self, inside: Sequence[int]) -> list[list[int]]:
@@ -198,7 +198,7 @@ class _Finder:
             for other in {id(of[b]): of[b] for b in self._before(k) if b in of}.values():
                 joined = [*other, *joined]
             of |= dict.fromkeys(joined, joined)
-        return [sorted(each) for each in {id(each): each for each in of.values()}.values()]
+        return [sorted(part) for part in {id(joined): joined for joined in of.values()}.values()]
 
     def _flops(self, numbers: Sequence[int]) -> float:
         eqns, order = self._line.eqns, self._line.order
@@ -224,9 +224,9 @@ class _Finder:
             for device, group in enumerate(groups)
             for k in group
             for v in self._inputs[k]
-            if v in line.made and v not in inside[device]
+            if v in line.producer and v not in inside[device]
         )
-        leaves = tuple(tuple(v for v in line.made if v in of and v in read) for of in inside)
+        leaves = tuple(tuple(v for v in line.producer if v in of and v in read) for of in inside)
         return Region(tuple(map(tuple, groups)), tuple(enters), leaves, tuple(times))
 
     def _of_weights(self, group: Sequence[int]) -> list[int]:
@@ -241,18 +241,18 @@ class _Finder:
         others = {v for k in outside for v in self._inputs[k]}
         own = {v for k in group for v in self._inputs[k] if v not in others}
         eqns, order, within = self._line.eqns, self._line.order, set(group)
-        taken, numbers = list[int](), list[int]()
+        chosen_acts, numbers = list[int](), list[int]()
         for k in sorted({*self._weights.values()} - within - set(outside)):
-            made = eqns[order[k]].outvars
+            outvars = eqns[order[k]].outvars
             if own.issuperset(self._inputs[k]):
-                own.update(made)
-                taken.append(k)
-                numbers += [k] if all(v.aval.size == 1 for v in made) else []
-        wanted = {*numbers, *(self._weights_for(numbers) & {*taken})}
-        read = {v for k in {*self._weights.values()} - wanted for v in self._inputs[k]}
+                own.update(outvars)
+                chosen_acts.append(k)
+                numbers += [k] if all(v.aval.size == 1 for v in outvars) else []
+        penalty = {*numbers, *(self._weights_for(numbers) & {*chosen_acts})}
+        read = {v for k in {*self._weights.values()} - penalty for v in self._inputs[k]}
         read.update(self._line.crossing(len(order)))
-        leaves = [v for k in wanted for v in eqns[order[k]].outvars if v in read]
-        return sorted(wanted) if all(v.aval.size == 1 for v in leaves) else []
+        leaves = [v for k in penalty for v in eqns[order[k]].outvars if v in read]
+        return sorted(penalty) if all(v.aval.size == 1 for v in leaves) else []
 
     def _acts_outside(self, group: Sequence[int]) -> list[int]:
         within = set(group)
@@ -260,9 +260,9 @@ class _Finder:
 
     def _weights_for(self, group: Sequence[int]) -> set[int]:
         """What is computed from weights alone, of all that these equations need."""
-        found, waiting = set[int](), list(group)
+        result, waiting = set[int](), list(group)
         while waiting:
             new = {self._weights[v] for v in self._inputs[waiting.pop()] if v in self._weights}
-            waiting += new - found
-            found |= new
-        return found
+            waiting += new - result
+            result |= new
+        return result

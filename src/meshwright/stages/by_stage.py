@@ -71,7 +71,7 @@ class ByStage:
     axis: str
     mesh: Any
 
-    def __call__(self, *given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    def __call__(self, *parts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         """Of dicts with packs, shaped ``(stages, length)``, in place of what is in them."""
         import jax
 
@@ -80,19 +80,19 @@ class ByStage:
         invars = jax.tree.unflatten(jax.tree.structure(tuple(self.shapes)), jaxpr.invars)
         outvars = jax.tree.unflatten(jax.tree.structure(results), jaxpr.outvars)
         owner: dict[Var, int] = {}
-        held: dict[Var, Any] = {}
-        for values, arguments, packs in zip(given, invars, self.inputs, strict=True):
+        shared: dict[Var, Any] = {}
+        for values, arguments, packs in zip(parts, invars, self.inputs, strict=True):
             pieces = {piece.path: piece for pack in packs.values() for piece in pack}
             for path, var in arguments.items():
                 if path in pieces:
                     owner[var] = pieces[path].stage
                 else:
-                    held[var] = values[path]
+                    shared[var] = values[path]
         rows = [
             {path: values[path] for path in packs}
-            for values, packs in zip(given, self.inputs, strict=True)
+            for values, packs in zip(parts, self.inputs, strict=True)
         ]
-        work = _Dealt(self, closed, invars, owner, held, rows)
+        work = _Dealt(self, closed, invars, owner, shared, rows)
         packed = [{p.path for pack in of.values() for p in pack} for of in self.outputs]
         rest = [
             {path: atom for path, atom in part.items() if path not in within}
@@ -100,7 +100,7 @@ class ByStage:
         ]
         work.meet([atom for part in rest for atom in part.values()])
         lengths = [
-            {path: (given_dims(given, path), dtype_of(given, path)) for path in packs}
+            {path: (given_dims(parts, path), dtype_of(parts, path)) for path in packs}
             for packs in self.outputs
         ]
         new = work.rows(outvars, lengths)
@@ -110,14 +110,14 @@ class ByStage:
         )
 
 
-def given_dims(given: Sequence[Mapping[str, Any]], path: str) -> int:
+def given_dims(parts: Sequence[Mapping[str, Any]], path: str) -> int:
     """Length of the rows of a pack."""
-    return next(part[path].shape[1] for part in given if path in part)
+    return next(part[path].shape[1] for part in parts if path in part)
 
 
-def dtype_of(given: Sequence[Mapping[str, Any]], path: str) -> Any:
+def dtype_of(parts: Sequence[Mapping[str, Any]], path: str) -> Any:
     """Type of the elements of a pack."""
-    return next(part[path].dtype for part in given if path in part)
+    return next(part[path].dtype for part in parts if path in part)
 
 
 class _Dealt:
@@ -129,13 +129,13 @@ class _Dealt:
         closed: Any,
         invars: Any,
         owner: dict[Var, int],
-        held: dict[Var, Any],
+        shared: dict[Var, Any],
         rows: list[dict[str, Any]],
     ) -> None:
         self._by, self._closed, self._invars, self._rows = by, closed, invars, rows
-        self._eqns, self._held = closed.jaxpr.eqns, held
-        self._held |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        self._made = {v: n for n, eqn in enumerate(self._eqns) for v in eqn.outvars}
+        self._eqns, self._shared = closed.jaxpr.eqns, shared
+        self._shared |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        self._maker = {v: n for n, eqn in enumerate(self._eqns) for v in eqn.outvars}
         self._owner = owner
         self._sent: list[list[Var]] = []  # by how many meetings are needed before
         self._level: dict[Var, int] = {}
@@ -170,67 +170,67 @@ class _Dealt:
         if var not in self._sent[level]:
             self._sent[level].append(var)
 
-    def meet(self, wanted: Sequence[Any]) -> None:
+    def meet(self, outputs: Sequence[Any]) -> None:
         """Compute what all stages have alike, one meeting after the other, with what is wanted."""
         import jax
 
-        for var in variables(wanted):
+        for var in variables(outputs):
             if var in self._owner:
                 self._send(var)
         for level in range(max(len(self._common), len(self._sent) + 1)):
             if 0 < level <= len(self._sent) and (sent := self._sent[level - 1]):
 
-                def branch(stage: int, rows: Any, held: Any, sent: Any = sent) -> list[Any]:
+                def branch(stage: int, rows: Any, shared: Any, sent: Any = sent) -> list[Any]:
                     own = [v for v in sent if self._owner[v] == stage]
-                    values = dict(zip(own, self._own(stage, own, rows, held), strict=True))
+                    values = dict(zip(own, self._own(stage, own, rows, shared), strict=True))
                     empty = jax.numpy.zeros
                     return [
                         values[v] if v in values else empty(v.aval.shape, v.aval.dtype)
                         for v in sent
                     ]
 
-                self._held |= zip(sent, self._each(branch, sums=True), strict=True)
+                self._shared |= zip(sent, self._by_stage(branch, sums=True), strict=True)
             for number in self._common[level] if level < len(self._common) else ():
                 eqn = self._eqns[number]
-                found = evaluated(self._closed, [eqn], eqn.outvars, self._held)
-                self._held |= zip(eqn.outvars, found, strict=True)
+                results = evaluated(self._closed, [eqn], eqn.outvars, self._shared)
+                self._shared |= zip(eqn.outvars, results, strict=True)
 
     def value(self, atom: Any) -> Any:
         """One that all stages have."""
-        return atom.val if hasattr(atom, "val") else self._held[atom]
+        return atom.val if hasattr(atom, "val") else self._shared[atom]
 
     def rows(self, outvars: Any, lengths: Any) -> list[dict[str, Any]]:
         """The packs of results."""
 
-        def branch(stage: int, rows: Any, held: Any) -> list[dict[str, Any]]:
-            found = []
+        def branch(stage: int, rows: Any, shared: Any) -> list[dict[str, Any]]:
+            result = []
             for part, packs, of in zip(outvars, self._by.outputs, lengths, strict=True):
                 row = {}
                 for path, pack in packs.items():
                     own = [piece for piece in pack if piece.stage == stage]
-                    values = self._own(stage, [part[p.path] for p in own], rows, held)
+                    values = self._own(stage, [part[p.path] for p in own], rows, shared)
                     by_path = {p.path: v for p, v in zip(own, values, strict=True)}
                     row[path] = packed_row(own, by_path, *of[path])[None]
-                found.append(row)
-            return found
+                result.append(row)
+            return result
 
-        return self._each(branch, sums=False)
+        return self._by_stage(branch, sums=False)
 
-    def _each(self, branch: Any, sums: bool) -> Any:
+    def _by_stage(self, branch: Any, sums: bool) -> Any:
         """What each stage computes: the sum over stages, or their rows one below the other."""
         import jax
         import jax.numpy as jnp
 
         read = {v for eqn in self._eqns for v in variables(eqn.invars)}
-        held = {v: x for v, x in self._held.items() if v in read}
-        names, spec = list(held), jax.sharding.PartitionSpec
+        shared = {v: x for v, x in self._shared.items() if v in read}
+        names, spec = list(shared), jax.sharding.PartitionSpec
         stages, axis = self._by.stages, self._by.axis
 
         def run(number: Any, rows: Any, values: list[Any]) -> Any:
-            known = dict(zip(names, values, strict=True))
-            branches = [lambda s=s: branch(s, rows, known) for s in range(stages)]
-            found = jax.lax.switch(number[0], branches)
-            return jax.tree.map(lambda v: summed(v, axis), found) if sums else found
+            shared_values = dict(zip(names, values, strict=True))
+            branches = [lambda s=s: branch(s, rows, shared_values) for s in range(stages)]
+            result = jax.lax.switch(number[0], branches)
+            return jax.tree.map(lambda v: summed(v, axis), result) if sums else result
 
         return jax.shard_map(
             run,
@@ -239,17 +239,17 @@ class _Dealt:
             out_specs=spec() if sums else spec(axis),
             axis_names={axis},
             check_vma=False,
-        )(jnp.arange(stages), self._rows, list(held.values()))
+        )(jnp.arange(stages), self._rows, list(shared.values()))
 
-    def _own(self, stage: int, wanted: list[Any], rows: Any, held: dict[Var, Any]) -> list[Any]:
-        known = dict(held)
+    def _own(self, stage: int, outputs: list[Any], rows: Any, shared: dict[Var, Any]) -> list[Any]:
+        own_values = dict(shared)
         for values, arguments, packs in zip(rows, self._invars, self._by.inputs, strict=True):
             for path, pack in packs.items():
                 own = [piece for piece in pack if piece.stage == stage]
-                found = from_row(own, values[path][0])
-                known |= {arguments[at]: value for at, value in found.items()}
-        numbers = slice_of(self._eqns, self._made, wanted, set(known))
-        return evaluated(self._closed, [self._eqns[n] for n in numbers], wanted, known)
+                members = from_row(own, values[path][0])
+                own_values |= {arguments[at]: value for at, value in members.items()}
+        numbers = slice_of(self._eqns, self._maker, outputs, set(own_values))
+        return evaluated(self._closed, [self._eqns[n] for n in numbers], outputs, own_values)
 
 
 def summed(value: Any, axis: str) -> Any:

@@ -22,13 +22,13 @@ def matched(cut: str, params: Sequence[ParamInfo]) -> set[str]:
     A cut is part of a path, with dots or slashes: ``"blocks.6"`` is ``"blocks/6/kernel"``'s. Raises
     :class:`~meshwright.PipelineError` with the nearest layer if there is none of that name.
     """
-    found = {
+    matches = {
         info.path
         for info in params
         if any(_within(cut, path) for path in (info.path, *info.spellings))
     }
-    if found:
-        return found
+    if matches:
+        return matches
     layers = _layers(params)
     near = difflib.get_close_matches(_slashed(cut), layers, n=1, cutoff=0.3)
     hint = f"; did you mean {near[0]!r}?" if near else "."
@@ -125,8 +125,8 @@ def _slashed(path: str) -> str:
 
 def _layers(params: Iterable[ParamInfo]) -> list[str]:
     """Every beginning of a parameter's path."""
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for info in params:
         parts = _slashed(info.path).split("/")
-        found |= dict.fromkeys("/".join(parts[: n + 1]) for n in range(len(parts)))
-    return list(found)
+        result |= dict.fromkeys("/".join(parts[: n + 1]) for n in range(len(parts)))
+    return list(result)

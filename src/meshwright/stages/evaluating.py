@@ -21,15 +21,18 @@ _SHARDINGS = ("sharding", "out_sharding")
 
 
 def evaluated(
-    closed: Any, eqns: Sequence[Any], wanted: Sequence[Any], known: Mapping[Var, Any]
+    closed: Any, eqns: Sequence[Any], outputs: Sequence[Any], known_values: Mapping[Var, Any]
 ) -> list[Any]:
     """The values of variables, by those of a jaxpr's equations that are given in their order."""
-    values: Values = {**dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)), **known}
+    values: Values = {
+        **dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
+        **known_values,
+    }
     for eqn in eqns:
         if any(var not in values for var in eqn.outvars):
             read = [_read(atom, values) for atom in eqn.invars]
             values.update(zip(eqn.outvars, _results(eqn, read), strict=True))
-    return [atom.val if hasattr(atom, "val") else values[atom] for atom in wanted]
+    return [atom.val if hasattr(atom, "val") else values[atom] for atom in outputs]
 
 
 def _read(atom: Any, values: Values) -> Any:
@@ -45,7 +48,7 @@ def _results(eqn: Any, read: list[Any]) -> list[Any]:
     if make is not None and _names_a_mesh(eqn):
         return make(eqn, read)
     if eqn.primitive.name == "sharding_constraint":
-        return [_laid(eqn, read[0])]
+        return [_with_sharding(eqn, read[0])]
     typed = [name for name in _SHARDINGS if eqn.params.get(name) is not None]
     if typed:  # by an operand that has a layout
         eqn = eqn.replace(params={**eqn.params, **dict.fromkeys(typed)})
@@ -58,7 +61,7 @@ def _names_a_mesh(eqn: Any) -> bool:
     return any(not aval.sharding.mesh.empty for aval in avals)
 
 
-def _laid(eqn: Any, value: Any) -> Any:
+def _with_sharding(eqn: Any, value: Any) -> Any:
     """A layout names the axes that are left to XLA. It is left out where there is no mesh, as where
     rows alone are looked at."""
     import jax
@@ -79,7 +82,7 @@ def _in_this_mesh(eqn: Any, results: list[Any]) -> list[Any]:
 
     mesh = jax.sharding.get_abstract_mesh()
     types = [jax.typeof(result).sharding.mesh for result in results]
-    if not mesh.empty and any(not each.empty and each != mesh for each in types):
+    if not mesh.empty and any(not type_mesh.empty and type_mesh != mesh for type_mesh in types):
         raise PipelineError(
             f"{eqn.primitive.name} reads a value that is laid out inside of the model, which is "
             "not supported in a stage. Lay weights out by their paths, layouts=, in place of "
@@ -92,8 +95,8 @@ def _in_this_mesh(eqn: Any, results: list[Any]) -> list[Any]:
 
 
 def _called(closed: Any, read: Sequence[Any]) -> list[Any]:
-    known = dict(zip(closed.jaxpr.invars, read, strict=True))
-    return evaluated(closed, closed.jaxpr.eqns, closed.jaxpr.outvars, known)
+    arguments = dict(zip(closed.jaxpr.invars, read, strict=True))
+    return evaluated(closed, closed.jaxpr.eqns, closed.jaxpr.outvars, arguments)
 
 
 def _call(eqn: Any, read: list[Any]) -> list[Any]:

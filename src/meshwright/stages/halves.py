@@ -42,47 +42,56 @@ class Halves:
         self._forward = _Equations(forward, inputs)
         count = len(x)
         self._results, self._leaves = self._forward.outs[:count], self._forward.outs[count:]
-        self._kept = self._forward.costly(self._leaves)
-        kept = [_shape(var) for var in self._kept]
+        self._residuals = self._forward.costly(self._leaves)
+        residuals = [_shape(var) for var in self._residuals]
 
         def backward(*flat: Any) -> tuple[Any, Any]:
-            known, gradient = flat[: len(inputs) + len(kept)], flat[len(inputs) + len(kept) :]
-            given = [*self._forward.ins, *self._kept]
-            leaves = self._forward.run(self._leaves, given, known)
+            count, gradient = (
+                flat[: len(inputs) + len(residuals)],
+                flat[len(inputs) + len(residuals) :],
+            )
+            known_vars = [*self._forward.ins, *self._residuals]
+            leaves = self._forward.run(self._leaves, known_vars, count)
             return trees[-1].unflatten(leaves)(list(gradient))
 
-        self._backward = _Equations(backward, [*inputs, *kept, *map(_shape, self._results)])
-        known = len(inputs) + len(kept)
-        self._known, self._gradient = self._backward.ins[:known], self._backward.ins[known:]
+        self._backward = _Equations(backward, [*inputs, *residuals, *map(_shape, self._results)])
+        num_known = len(inputs) + len(residuals)
+        self._forward_inputs, self._gradient = (
+            self._backward.ins[:num_known],
+            self._backward.ins[num_known:],
+        )
         self._of_params = self._backward.outs[: len(params)]
         self._of_x = self._backward.outs[len(params) :]
         late = self._backward.reached(self._gradient)
-        made = {*self._gradient, *self._backward.made_for(self._of_x)} & late
-        self._cut = self._backward.first_met(self._of_params, made)
+        late_values = {*self._gradient, *self._backward.made_for(self._of_x)} & late
+        self._cut = self._backward.first_met(self._of_params, late_values)
 
     def forward(self, params: Any, rest: Any, x: Any) -> tuple[list[Any], list[Any]]:
         """The results, and what the others need of the way to them."""
         flat = self._inputs.flatten_up_to((params, rest, x))
-        wanted = [*self._results, *self._kept]
-        found = self._forward.run(wanted, self._forward.ins, flat)
-        return found[: len(self._results)], found[len(self._results) :]
+        outputs = [*self._results, *self._residuals]
+        results = self._forward.run(outputs, self._forward.ins, flat)
+        return results[: len(self._results)], results[len(self._results) :]
 
     def backward(
-        self, params: Any, rest: Any, x: Any, kept: Sequence[Any], gradient: Sequence[Any]
+        self, params: Any, rest: Any, x: Any, residuals: Sequence[Any], gradient: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """The gradient of ``x``, and what :meth:`weights` needs beside what is kept."""
         flat = self._inputs.flatten_up_to((params, rest, x))
-        given, values = [*self._known, *self._gradient], [*flat, *kept, *gradient]
-        found = self._backward.run([*self._of_x, *self._cut], given, values)
-        return found[: len(self._of_x)], found[len(self._of_x) :]
+        known_vars, values = (
+            [*self._forward_inputs, *self._gradient],
+            [*flat, *residuals, *gradient],
+        )
+        results = self._backward.run([*self._of_x, *self._cut], known_vars, values)
+        return results[: len(self._of_x)], results[len(self._of_x) :]
 
     def weights(
-        self, params: Any, rest: Any, x: Any, kept: Sequence[Any], cut: Sequence[Any]
+        self, params: Any, rest: Any, x: Any, residuals: Sequence[Any], cut: Sequence[Any]
     ) -> list[Any]:
         """The gradients of ``params``."""
         flat = self._inputs.flatten_up_to((params, rest, x))
-        given, values = [*self._known, *self._cut], [*flat, *kept, *cut]
-        return self._backward.run(self._of_params, given, values)
+        inputs, values = [*self._forward_inputs, *self._cut], [*flat, *residuals, *cut]
+        return self._backward.run(self._of_params, inputs, values)
 
 
 class _Equations:
@@ -96,69 +105,71 @@ class _Equations:
         jaxpr = closed.jaxpr
         self.ins, self.outs, self._eqns = list(jaxpr.invars), list(jaxpr.outvars), jaxpr.eqns
         self._constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        self._made = {var: n for n, eqn in enumerate(self._eqns) for var in eqn.outvars}
+        self._maker = {var: n for n, eqn in enumerate(self._eqns) for var in eqn.outvars}
 
-    def run(self, wanted: Sequence[Any], given: Sequence[Var], values: Sequence[Any]) -> list[Any]:
+    def run(
+        self, outputs: Sequence[Any], inputs: Sequence[Var], values: Sequence[Any]
+    ) -> list[Any]:
         """The values of variables, from those that are given."""
-        held = {**self._constants, **dict(zip(given, values, strict=True))}
-        for number in self._slice(wanted, held):
+        known = {**self._constants, **dict(zip(inputs, values, strict=True))}
+        for number in self._slice(outputs, known):
             eqn = self._eqns[number]
-            read = [_value(held, atom) for atom in eqn.invars]
-            held |= {
+            read = [_value(known, atom) for atom in eqn.invars]
+            known |= {
                 var: value
                 for var, value in zip(eqn.outvars, _compat.evaluate(eqn, read), strict=True)
-                if var not in held
+                if var not in known
             }
-        return [_value(held, atom) for atom in wanted]
+        return [_value(known, atom) for atom in outputs]
 
-    def costly(self, wanted: Iterable[Any]) -> list[Var]:
+    def costly(self, outputs: Iterable[Any]) -> list[Var]:
         """The variables that others are cheaply computed from, beside the arguments."""
         return self.first_met(
-            wanted, {v for e in self._eqns if not _is_cheap(e) for v in e.outvars}
+            outputs, {v for e in self._eqns if not _is_cheap(e) for v in e.outvars}
         )
 
-    def first_met(self, wanted: Iterable[Any], stops: set[Var]) -> list[Var]:
-        """Which of ``stops`` the equations for ``wanted`` read first."""
-        met: dict[Var, None] = {}
-        for number in (None, *self._slice(wanted, stops)):
-            read = wanted if number is None else self._eqns[number].invars
-            met |= dict.fromkeys(var for var in _variables(read) if var in stops)
-        return list(met)
+    def first_met(self, outputs: Iterable[Any], stops: set[Var]) -> list[Var]:
+        """Which of ``stops`` the equations for ``outputs`` read first."""
+        result: dict[Var, None] = {}
+        for number in (None, *self._slice(outputs, stops)):
+            read = outputs if number is None else self._eqns[number].invars
+            result |= dict.fromkeys(var for var in _variables(read) if var in stops)
+        return list(result)
 
-    def made_for(self, wanted: Iterable[Any]) -> set[Var]:
+    def made_for(self, outputs: Iterable[Any]) -> set[Var]:
         """All that is computed on the way to these variables."""
-        return {var for number in self._slice(wanted, ()) for var in self._eqns[number].outvars}
+        return {var for number in self._slice(outputs, ()) for var in self._eqns[number].outvars}
 
-    def reached(self, given: Iterable[Var]) -> set[Var]:
+    def reached(self, inputs: Iterable[Var]) -> set[Var]:
         """All that depends on these variables."""
-        found = set(given)
+        result = set(inputs)
         for eqn in self._eqns:
-            if found.intersection(_variables(eqn.invars)):
-                found.update(eqn.outvars)
-        return found
+            if result.intersection(_variables(eqn.invars)):
+                result.update(eqn.outvars)
+        return result
 
-    def _slice(self, wanted: Iterable[Any], stops: Iterable[Var]) -> list[int]:
-        stops, found = set(stops), set[int]()
-        waiting = [var for var in _variables(wanted) if var not in stops]
+    def _slice(self, outputs: Iterable[Any], stops: Iterable[Var]) -> list[int]:
+        stops, numbers = set(stops), set[int]()
+        waiting = [var for var in _variables(outputs) if var not in stops]
         while waiting:
-            number = self._made.get(waiting.pop())
-            if number is not None and number not in found:
-                found.add(number)
+            number = self._maker.get(waiting.pop())
+            if number is not None and number not in numbers:
+                numbers.add(number)
                 waiting += [v for v in _variables(self._eqns[number].invars) if v not in stops]
-        return sorted(found)
+        return sorted(numbers)
 
 
 def _inlined(called: Any, flat: Sequence[Any]) -> list[Any]:
     jaxpr = opened(called)
-    held = dict(zip(jaxpr.constvars, getattr(called, "consts", ()), strict=True))
-    held |= zip(jaxpr.invars, flat, strict=True)
+    values = dict(zip(jaxpr.constvars, getattr(called, "consts", ()), strict=True))
+    values |= zip(jaxpr.invars, flat, strict=True)
     for eqn in jaxpr.eqns:
-        read = [_value(held, atom) for atom in eqn.invars]
+        read = [_value(values, atom) for atom in eqn.invars]
         inner = {} if eqn.primitive.name in LOOPS else inner_jaxprs(eqn)
         calls = [jaxpr for jaxprs in inner.values() for jaxpr in jaxprs]
         results = _inlined(calls[0], read) if calls else _compat.evaluate(eqn, read)
-        held.update(zip(eqn.outvars, results, strict=True))
-    return [_value(held, atom) for atom in jaxpr.outvars]
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [_value(values, atom) for atom in jaxpr.outvars]
 
 
 def _is_cheap(eqn: Any) -> bool:
@@ -166,8 +177,8 @@ def _is_cheap(eqn: Any) -> bool:
     return name in TABLE and name not in _DRAWS and equation_flops(eqn) == 0
 
 
-def _value(held: dict[Var, Any], atom: Any) -> Any:
-    return atom.val if hasattr(atom, "val") else held[atom]
+def _value(values: dict[Var, Any], atom: Any) -> Any:
+    return atom.val if hasattr(atom, "val") else values[atom]
 
 
 def _variables(atoms: Iterable[Any]) -> list[Var]:

@@ -44,17 +44,17 @@ class Line:
         deps = _Reach(traced)
         statistics, counted = deps.changed()
         keys = {("state", path) for path in statistics}
-        kept = [var for var, key in traced.arguments.items() if key in keys]
-        in_tail = deps.reached(kept)
-        seen = variables([traced.loss, *traced.metrics.values(), *traced.logs.values()])
-        if not in_tail.isdisjoint(seen):
+        members = [var for var, key in traced.arguments.items() if key in keys]
+        in_tail = deps.reached(members)
+        visible = variables([traced.loss, *traced.metrics.values(), *traced.logs.values()])
+        if not in_tail.isdisjoint(visible):
             raise PipelineError(
                 f"the loss is computed from {listed(sorted(statistics))}, which changes with what "
                 "the model computes. In a pipeline it would be that of an earlier micro-batch. "
                 "Compute the loss from this batch's values."
             )
-        wanted = [*seen, *variables(traced.state[path] for path in statistics)]
-        live = deps.slice(wanted)
+        outputs = [*visible, *variables(traced.state[path] for path in statistics)]
+        live = deps.slice(outputs)
         main = [
             n
             for n in live
@@ -75,7 +75,7 @@ class Line:
         return self.traced.closed.jaxpr.eqns
 
     @functools.cached_property
-    def made(self) -> dict[Var, int]:
+    def producer(self) -> dict[Var, int]:
         """Which position of the line makes a variable."""
         return {v: k for k, n in enumerate(self.order) for v in self.eqns[n].outvars}
 
@@ -84,7 +84,7 @@ class Line:
         return {v: n for n, eqn in enumerate(self.eqns) for v in eqn.outvars}
 
     @functools.cached_property
-    def wanted(self) -> list[Any]:
+    def outputs(self) -> list[Any]:
         """What the tail computes: the loss, metrics, logs and statistics."""
         traced = self.traced
         values = [traced.loss, *traced.metrics.values(), *traced.logs.values()]
@@ -96,27 +96,27 @@ class Line:
         last: dict[Var, int] = {}
         for k, n in enumerate(self.order):
             for number in self._alone(self.eqns[n].invars):
-                last |= {v: k for v in variables(self.eqns[number].invars) if v in self.made}
-            last |= {v: k for v in variables(self.eqns[n].invars) if v in self.made}
-        tail = {*variables(self.wanted)}
-        for number in self.slice(self.wanted, self.made):
+                last |= {v: k for v in variables(self.eqns[number].invars) if v in self.producer}
+            last |= {v: k for v in variables(self.eqns[n].invars) if v in self.producer}
+        tail = {*variables(self.outputs)}
+        for number in self.slice(self.outputs, self.producer):
             tail.update(variables(self.eqns[number].invars))
-        return last | {v: len(self.order) for v in tail if v in self.made}
+        return last | {v: len(self.order) for v in tail if v in self.producer}
 
     def _alone(self, atoms: Iterable[Any]) -> list[int]:
-        return self.slice(atoms, self.made)
+        return self.slice(atoms, self.producer)
 
     def crossing(self, position: int) -> list[Var]:
         """What equations before a position make and those from it on read, in the line's order."""
         last = self._last_read
-        return [v for v, k in self.made.items() if k < position <= last.get(v, -1)]
+        return [v for v, k in self.producer.items() if k < position <= last.get(v, -1)]
 
     @functools.cached_property
     def bytes_crossing(self) -> np.ndarray:
         """Bytes that cross before each position; infinite where values without gradients do."""
         steps = np.zeros(len(self.order) + 2)
         odd = np.zeros(len(self.order) + 2)
-        for var, k in self.made.items():
+        for var, k in self.producer.items():
             end = self._last_read.get(var, -1)
             if end > k:
                 steps[k + 1] += var.aval.size * var.aval.dtype.itemsize
@@ -143,11 +143,11 @@ class Line:
         """FLOPs before each position, and the bytes of weights read before it."""
         flops = [float(equation_flops(self.eqns[n]) or 0) for n in self.order]
         by_path = {key[1]: v for v, key in self.traced.arguments.items() if key[0] == "params"}
-        seen = set[str]()
+        read_before = set[str]()
         nbytes = []
         for paths in self.params_read:
-            new = [by_path[path].aval for path in paths if path not in seen]
-            seen.update(paths)
+            new = [by_path[path].aval for path in paths if path not in read_before]
+            read_before.update(paths)
             nbytes.append(sum(aval.size * aval.dtype.itemsize for aval in new))
         return (
             np.concatenate([[0.0], np.cumsum(flops)]),
@@ -173,10 +173,10 @@ class Line:
             )
         tried = np.unique(np.quantile(crossing[inside], np.linspace(0, 1, _LIMITS)))
         bytes_cost = _CPU if on_cpu else _ACCELERATOR
-        found = [
+        answers = [
             self._cuts(stages, inside[crossing[inside] <= limit], *bytes_cost) for limit in tried
         ]
-        possible = [each for each in found if each is not None]
+        possible = [option for option in answers if option is not None]
         return min(possible, key=lambda each: each[0])[1]
 
     def _cuts(
@@ -217,22 +217,22 @@ class Line:
 
     # Values
 
-    def slice(self, wanted: Iterable[Any], stops: Iterable[Var]) -> list[int]:
+    def slice(self, outputs: Iterable[Any], stops: Iterable[Var]) -> list[int]:
         """Numbers of the equations that these variables need, up to the stops."""
-        return slice_of(self.eqns, self._producer, wanted, set(stops))
+        return slice_of(self.eqns, self._producer, outputs, set(stops))
 
     def evaluate(
-        self, wanted: Sequence[Any], known: Mapping[Var, Any], *, counting: bool = False
+        self, outputs: Sequence[Any], values: Mapping[Var, Any], *, counting: bool = False
     ) -> list[Any]:
         """The values of variables, from those that are known."""
         del counting  # for what is counted depends on no weight
-        eqns = [self.eqns[number] for number in self.slice(wanted, known)]
-        return evaluated(self.traced.closed, eqns, wanted, known)
+        eqns = [self.eqns[number] for number in self.slice(outputs, values)]
+        return evaluated(self.traced.closed, eqns, outputs, values)
 
-    def params_of(self, wanted: Sequence[Any], stops: Iterable[Var]) -> list[str]:
+    def params_of(self, outputs: Sequence[Any], stops: Iterable[Var]) -> list[str]:
         """Paths of the parameters that variables are computed from."""
-        read = {*variables(wanted)}
-        for number in self.slice(wanted, stops):
+        read = {*variables(outputs)}
+        for number in self.slice(outputs, stops):
             read.update(variables(self.eqns[number].invars))
         arguments = self.traced.arguments
         return [arguments[v][1] for v in arguments if v in read and arguments[v][0] == "params"]
@@ -244,7 +244,7 @@ class _Reach:
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
         self.eqns = traced.closed.jaxpr.eqns
-        self._made = {v: n for n, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self._maker = {v: n for n, eqn in enumerate(self.eqns) for v in eqn.outvars}
         by_part = {part: set[Var]() for part in ("params", "state", "slots", "metrics", "batch")}
         for var, (part, _) in traced.arguments.items():
             by_part[part].add(var)
@@ -252,15 +252,15 @@ class _Reach:
         self.of_params = self.reached(self._params)
         self._of_batch = self.reached(self._batch)
 
-    def reached(self, given: Iterable[Var]) -> set[Var]:
-        found = set(given)
+    def reached(self, inputs: Iterable[Var]) -> set[Var]:
+        result = set(inputs)
         for eqn in self.eqns:
-            if not found.isdisjoint(variables(eqn.invars)):
-                found.update(eqn.outvars)
-        return found
+            if not result.isdisjoint(variables(eqn.invars)):
+                result.update(eqn.outvars)
+        return result
 
-    def slice(self, wanted: Iterable[Any]) -> list[int]:
-        return slice_of(self.eqns, self._made, wanted, set())
+    def slice(self, outputs: Iterable[Any]) -> list[int]:
+        return slice_of(self.eqns, self._maker, outputs, set())
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Paths of the state that changes with what is computed, and of what counts on."""
@@ -313,15 +313,15 @@ class _Reach:
 
 
 def slice_of(
-    eqns: Sequence[Any], made: Mapping[Var, int], wanted: Iterable[Any], stops: set[Var]
+    eqns: Sequence[Any], maker: Mapping[Var, int], outputs: Iterable[Any], stops: set[Var]
 ) -> list[int]:
-    found, waiting = set[int](), [v for v in variables(wanted) if v not in stops]
+    numbers, waiting = set[int](), [v for v in variables(outputs) if v not in stops]
     while waiting:
-        number = made.get(waiting.pop())
-        if number is not None and number not in found:
-            found.add(number)
+        number = maker.get(waiting.pop())
+        if number is not None and number not in numbers:
+            numbers.add(number)
             waiting += [v for v in variables(eqns[number].invars) if v not in stops]
-    return sorted(found)
+    return sorted(numbers)
 
 
 def _is_inexact(var: Var) -> bool:

@@ -124,16 +124,16 @@ class Packing(Stacking):
     def explained(self, placed: Sequence[Placed]) -> list[Placed]:
         """Placed variables of a step with the reasons that a reader knows."""
         packs = {p.info: p for part in self.packs for p in part.values()}
-        found = []
-        for each in placed:
-            why = each.reason
-            if (pack := packs.get(each.info)) is not None:
-                kept = ", ".join(f"{size:,}" for size in pack.bytes_by_stage(self.stages))
-                why = f"{len(pack.pieces)} arrays; bytes used in each row: {kept}"
-            elif each.info.asked is not None:
+        result = []
+        for entry in placed:
+            why = entry.reason
+            if (pack := packs.get(entry.info)) is not None:
+                bytes_text = ", ".join(f"{size:,}" for size in pack.bytes_by_stage(self.stages))
+                why = f"{len(pack.pieces)} arrays; bytes used in each row: {bytes_text}"
+            elif entry.info.asked is not None:
                 why = "in no row"
-            found.append(each._replace(reason=why))
-        return found
+            result.append(entry._replace(reason=why))
+        return result
 
     def stack(self, state: TrainState) -> TrainState:
         """The state with packs in place of their members; a pack whose members lack is left."""

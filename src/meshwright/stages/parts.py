@@ -51,7 +51,7 @@ class Traced:
 
         def run(whole: TrainState, batch: Batch) -> Any:
             value, aux = program.loss(whole.params, whole, batch, True)
-            metrics, logs = program.measure(aux.metrics, _shown(program, aux, share), batch)
+            metrics, logs = program.measure(aux.metrics, _with_share(program, aux, share), batch)
             return value, dict(aux.state), dict(metrics), dict(logs)
 
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(whole, batch)
@@ -107,7 +107,7 @@ def _with_equal_constants_once(closed: Any) -> Any:
     return closed.replace(jaxpr=jaxpr.replace(eqns=eqns, outvars=once(jaxpr.outvars)))
 
 
-def _shown(program: Program, aux: Aux, share: float) -> Aux:
+def _with_share(program: Program, aux: Aux, share: float) -> Aux:
     return aux._replace(loss=aux.loss / share) if program.reduction == "sum" else aux
 
 
@@ -121,7 +121,7 @@ class Blocks:
     traced: Traced = field(repr=False)
     run: Run
     own: tuple[tuple[tuple[str, str], ...], ...]
-    _found: Repeated = field(repr=False)
+    _repeated: Repeated = field(repr=False)
 
     @classmethod
     def of(cls, traced: Traced, least: int) -> Blocks:
@@ -131,27 +131,27 @@ class Blocks:
         changed = {
             var: traced.state[path] for var, (part, path) in arguments.items() if part == "state"
         }
-        found, reason = repeated(jaxpr, frozenset(params), changed, least=2)
-        if found is None:
+        repeats, reason = repeated(jaxpr, frozenset(params), changed, least=2)
+        if repeats is None:
             why = f": {reason}" if reason else ""
             raise PipelineError(
                 f"the model has no chain of equal blocks to cut into {least} stages{why}. Give the "
                 "devices of the stage axis to the batch instead, or build the model of blocks of "
                 "one kind, one after the other."
             )
-        if found.run.count < least:
+        if repeats.run.count < least:
             raise PipelineError(
-                f"the model has {found.run.count} equal blocks, fewer than the {least} stages that "
-                "they would be cut into. Use a smaller stage axis, or fewer repeats."
+                f"the model has {repeats.run.count} equal blocks, fewer than the {least} stages "
+                "that they would be cut into. Use a smaller stage axis, or fewer repeats."
             )
-        strange = [var for row in found.own for var in row if var not in arguments]
+        strange = [var for row in repeats.own for var in row if var not in arguments]
         if strange:
             raise PipelineError(
                 "the model's blocks differ in constants, which cannot be laid out over stages. "
                 "Make them weights, or give them to the model as an input."
             )
-        own = tuple(tuple(arguments[var] for var in row) for row in found.own)
-        return cls(traced, found.run, own, found)
+        own = tuple(tuple(arguments[var] for var in row) for row in repeats.own)
+        return cls(traced, repeats.run, own, repeats)
 
     @property
     def count(self) -> int:
@@ -185,7 +185,7 @@ class Functions:
         self.blocks = blocks
         self._jaxpr = blocks.traced.closed.jaxpr
         self._run = run = blocks.run
-        self._made = {
+        self._maker = {
             var: (number, place)
             for number, eqn in enumerate(self._jaxpr.eqns)
             for place, var in enumerate(eqn.outvars)
@@ -203,9 +203,9 @@ class Functions:
                 if copy == 1:
                     continue
                 if copy == 0:
-                    made, result = self._made[atom]
+                    place_made, result = self._maker[atom]
                     first = self._jaxpr.eqns[number - run.period].invars[position]
-                    place = made - run.start, result
+                    place = place_made - run.start, result
                     if passed.setdefault(place, (first, atom))[0] is not first:
                         raise PipelineError(
                             "the first block reads two different inputs where the others read one, "
@@ -224,20 +224,18 @@ class Functions:
                     owned[atom] = copies
         self.enters = tuple(first for first, _ in passed.values())
         self._inputs = tuple(atom for _, atom in passed.values())
-        self._results = tuple(self._body[made].outvars[result] for made, result in passed)
+        self._results = tuple(self._body[at].outvars[result] for at, result in passed)
         last = run.start + (run.count - 1) * run.period
-        self.leaves = tuple(
-            self._jaxpr.eqns[last + made].outvars[result] for made, result in passed
-        )
+        self.leaves = tuple(self._jaxpr.eqns[last + at].outvars[result] for at, result in passed)
         self.shared = tuple(shared)
         self._owned = owned
-        self._own_roots = tuple(row[1] for row in blocks._found.own)
+        self._own_roots = tuple(row[1] for row in blocks._repeated.own)
         self._prefix = self._prefixes()
         self._check()
 
     def _copy_of(self, var: Var) -> int | None:
-        made = self._made.get(var)
-        return None if made is None else self._run.copy_of(made[0])
+        maker = self._maker.get(var)
+        return None if maker is None else self._run.copy_of(maker[0])
 
     def _prefixes(self) -> list[Any]:
         """The equations outside of blocks that make something of one block's weights alone."""
@@ -255,9 +253,9 @@ class Functions:
 
     def _chain(self, var: Var) -> list[int]:
         chain: list[int] = []
-        while (made := self._made.get(var)) is not None:
-            chain.append(made[0])
-            (var,) = variables(self._jaxpr.eqns[made[0]].invars)
+        while (maker := self._maker.get(var)) is not None:
+            chain.append(maker[0])
+            (var,) = variables(self._jaxpr.eqns[maker[0]].invars)
         return chain[::-1]
 
     def _check(self) -> None:
@@ -292,7 +290,7 @@ class Functions:
         self._check_state()
 
     def _own_paths(self) -> list[tuple[str, str]]:
-        return [each for row in self.blocks.own for each in row]
+        return [path for row in self.blocks.own for path in row]
 
     def _check_state(self) -> None:
         """State may change from micro-batch to micro-batch by counting, as seeds do."""
@@ -321,53 +319,53 @@ class Functions:
     # Slices of the equations
 
     def _slice(
-        self, wanted: Iterable[Any], given: Iterable[Var] = (), through_run: bool = False
+        self, outputs: Iterable[Any], stops: Iterable[Var] = (), through_run: bool = False
     ) -> list[int]:
         """Numbers of the equations that these variables need, up to the given ones."""
-        stop, found = set(given), set[int]()
-        waiting = [v for v in variables(wanted) if v not in stop]
+        stop, numbers = set(stops), set[int]()
+        waiting = [v for v in variables(outputs) if v not in stop]
         while waiting:
-            made = self._made.get(waiting.pop())
-            if made is None or made[0] in found:
+            maker = self._maker.get(waiting.pop())
+            if maker is None or maker[0] in numbers:
                 continue
-            if self._run.copy_of(made[0]) is not None and not through_run:
+            if self._run.copy_of(maker[0]) is not None and not through_run:
                 raise PipelineError(
                     "what comes before the blocks, or beside them, reads what a block computes."
                 )
-            found.add(made[0])
-            waiting += [v for v in variables(self._jaxpr.eqns[made[0]].invars) if v not in stop]
-        return sorted(found)
+            numbers.add(maker[0])
+            waiting += [v for v in variables(self._jaxpr.eqns[maker[0]].invars) if v not in stop]
+        return sorted(numbers)
 
     def _depends(self, var: Any, parts: tuple[str, ...]) -> bool:
         return bool(not hasattr(var, "val") and self._reads([var], parts))
 
-    def _reads(self, wanted: Iterable[Any], parts: tuple[str, ...]) -> list[str]:
+    def _reads(self, outputs: Iterable[Any], parts: tuple[str, ...]) -> list[str]:
         """Arguments among these parts that variables are computed from."""
-        wanted = variables(wanted)
-        numbers = self._slice(wanted, through_run=True)
-        read = {*wanted, *(v for n in numbers for v in variables(self._jaxpr.eqns[n].invars))}
+        outputs = variables(outputs)
+        numbers = self._slice(outputs, through_run=True)
+        read = {*outputs, *(v for n in numbers for v in variables(self._jaxpr.eqns[n].invars))}
         arguments = self.blocks.traced.arguments
         return [str(arguments[v][1]) for v in arguments if v in read and arguments[v][0] in parts]
 
     # The functions
 
     def evaluate(
-        self, wanted: Sequence[Any], known: Mapping[Var, Any], *, counting: bool = False
+        self, outputs: Sequence[Any], values: Mapping[Var, Any], *, counting: bool = False
     ) -> list[Any]:
         """The values of variables outside of blocks, from those that are known.
 
         ``counting`` goes through the blocks too: for state that depends on no activation.
         """
-        numbers = self._slice(wanted, known, through_run=counting)
+        numbers = self._slice(outputs, values, through_run=counting)
         eqns = [self._jaxpr.eqns[number] for number in numbers]
-        return evaluated(self.blocks.traced.closed, eqns, wanted, known)
+        return evaluated(self.blocks.traced.closed, eqns, outputs, values)
 
     def block(self, own: Sequence[Any], shared: Mapping[Var, Any], x: Sequence[Any]) -> list[Any]:
         """The results of one block: ``own`` by row of the blocks' own arguments."""
-        known = {**shared, **dict(zip(self._own_roots, own, strict=True))}
-        known |= zip(self._inputs, x, strict=True)
+        values = {**shared, **dict(zip(self._own_roots, own, strict=True))}
+        values |= zip(self._inputs, x, strict=True)
         eqns = [*self._prefix, *self._body]
-        return evaluated(self.blocks.traced.closed, eqns, self._results, known)
+        return evaluated(self.blocks.traced.closed, eqns, self._results, values)
 
     def read(self, part: str) -> list[str]:
         """Which of a part of the state the loss reads."""
@@ -391,7 +389,7 @@ class Functions:
             if late.intersection(variables(eqn.invars)):
                 late.update(eqn.outvars)
                 read |= dict.fromkeys(variables(eqn.invars))
-        made = {*self._made, *self.leaves}
+        made = {*self._maker, *self.leaves}
         return tuple(var for var in read if var in made and var not in late)
 
     @property
@@ -422,9 +420,9 @@ class Functions:
         """Paths of the parameters that are read after the blocks."""
         return self._params(self._slice(self.results, self.leaves), self.results)
 
-    def _params(self, numbers: Sequence[int], wanted: Sequence[Any]) -> list[str]:
+    def _params(self, numbers: Sequence[int], outputs: Sequence[Any]) -> list[str]:
         read = {v for n in numbers for v in variables(self._jaxpr.eqns[n].invars)}
-        read.update(variables(wanted))
+        read.update(variables(outputs))
         arguments = self.blocks.traced.arguments
         return [arguments[v][1] for v in arguments if v in read and arguments[v][0] == "params"]
 
@@ -460,5 +458,5 @@ def variables(atoms: Iterable[Any]) -> list[Var]:
 
 
 def listed(paths: Sequence[str]) -> str:
-    shown = ", ".join(paths[:3])
-    return shown + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    text = ", ".join(paths[:3])
+    return text + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

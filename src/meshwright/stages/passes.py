@@ -102,8 +102,8 @@ class Passes:
 
     def _head(self, params: Arrays, micro: Any) -> list[Any]:
         """What comes before the blocks."""
-        known = self._known(params, micro, self.rest)
-        return self._functions.evaluate(self._functions.enters, known)
+        values = self._values_known(params, micro, self.rest)
+        return self._functions.evaluate(self._functions.enters, values)
 
     def at_loss(self, y: list[Any], results: dict[str, Any], micro: Any) -> Any:
         """Gradients, metrics and logs with those of a micro-batch, and the gradient of ``y``."""
@@ -121,9 +121,9 @@ class Passes:
         functions = self._functions
 
         def tail(params: Arrays, y: list[Any]) -> Any:
-            known = self._known(params, micro, self.rest)
-            known |= dict(zip(functions.leaves, y, strict=True))
-            loss, *met = functions.evaluate([self._setting.traced.loss, *functions.met], known)
+            values = self._values_known(params, micro, self.rest)
+            values |= dict(zip(functions.leaves, y, strict=True))
+            loss, *met = functions.evaluate([self._setting.traced.loss, *functions.met], values)
             return loss, met
 
         loss, pull, met = jax.vjp(tail, self.after, y, has_aux=True)
@@ -136,7 +136,7 @@ class Passes:
     ) -> tuple[Arrays, Arrays]:
         """Metrics and logs with those of a micro-batch."""
         traced, functions = self._setting.traced, self._functions
-        known = self._known(self.after, micro, self.rest._replace(metrics=metrics))
+        known = self._values_known(self.after, micro, self.rest._replace(metrics=metrics))
         known |= dict(zip(functions.met, met, strict=True))
         more = functions.evaluate([*traced.metrics.values(), *traced.logs.values()], known)
         new = dict(zip(traced.logs, more[len(traced.metrics) :], strict=True))
@@ -184,45 +184,47 @@ class Passes:
             params, rest = self._arguments(own, read)
             if self._setting.recompute_blocks:
                 return self._block(params, rest, x), (x, [])
-            y, kept = self._halves.forward(params, rest, x)
-            return y, (x, kept)
+            y, residuals = self._halves.forward(params, rest, x)
+            return y, (x, residuals)
 
-        y, kept = self._over_blocks(block, self._cut(x), self._of_run(micro, repeat))
-        return self._join(y), kept
+        y, all_residuals = self._over_blocks(block, self._cut(x), self._of_run(micro, repeat))
+        return self._join(y), all_residuals
 
     def backward(
-        self, kept: Any, gradient: list[Any], grads: Any, micro: Any, repeat: Any
+        self, residuals: Any, gradient: list[Any], grads: Any, micro: Any, repeat: Any
     ) -> tuple[list[Any], Any]:
         """The gradient of a run's input, and ``grads`` with those of its weights; without
         ``grads``, what :meth:`weights` needs, by block."""
         read, splits = self._read(micro), grads is None
 
         def block(gradient: list[Any], own: Own, of: Any) -> tuple[list[Any], Any]:
-            ((x, kept),) = of
+            ((x, of_block),) = of
             params, rest = self._arguments(own, read)
             if self._setting.recompute_blocks:
-                _, kept = self._halves.forward(params, rest, x)
-            gradient, cut = self._halves.backward(params, rest, x, kept, gradient)
+                _, of_block = self._halves.forward(params, rest, x)
+            gradient, cut = self._halves.backward(params, rest, x, of_block, gradient)
             if splits:
                 return gradient, cut
-            return gradient, self._halves.weights(params, rest, x, kept, cut)
+            return gradient, self._halves.weights(params, rest, x, of_block, cut)
 
         own, gradient = self._of_run(micro, repeat), self._cut(gradient)
         into = None if splits else (grads, repeat)
-        gradient, found = self._over_blocks(block, gradient, own, (kept,), into, reverse=True)
-        return self._join(gradient), found
+        gradient, weight_grads = self._over_blocks(
+            block, gradient, own, (residuals,), into, reverse=True
+        )
+        return self._join(gradient), weight_grads
 
-    def weights(self, kept: Any, cut: Any, grads: Any, micro: Any, repeat: Any) -> Any:
+    def weights(self, residuals: Any, cut: Any, grads: Any, micro: Any, repeat: Any) -> Any:
         """``grads`` with those of a run's weights."""
         read = self._read(micro)
 
         def block(_: None, own: Own, of: Any) -> tuple[None, list[Any]]:
-            (x, kept), cut = of
+            (x, of_block), cut = of
             params, rest = self._arguments(own, read)
-            return None, self._halves.weights(params, rest, x, kept, cut)
+            return None, self._halves.weights(params, rest, x, of_block, cut)
 
         own, into = self._of_run(micro, repeat), (grads, repeat)
-        return self._over_blocks(block, None, own, (kept, cut), into)[1]
+        return self._over_blocks(block, None, own, (residuals, cut), into)[1]
 
     @functools.cached_property
     def _halves(self) -> Halves:
@@ -276,8 +278,8 @@ class Passes:
         """What all blocks read alike, those of every micro-batch first."""
         values = list(self._shared)
         if variables := self._functions.of_batch:
-            known = self._known(self._others, micro, self.rest)
-            values += self._functions.evaluate(variables, known)
+            known_values = self._values_known(self._others, micro, self.rest)
+            values += self._functions.evaluate(variables, known_values)
         few = self._setting.by_piece
         if few is None:
             return values
@@ -348,24 +350,24 @@ class Passes:
         def place(carried: tuple[Any, Any], values: tuple[Any, Own, Any]) -> tuple[Any, Any]:
             (carried, grads), (number, own, of) = carried, values
             if self._setting.deal.is_full:
-                carried, found = block(carried, own, of)
+                carried, results = block(carried, own, of)
             else:
-                carried, found = self._unless_empty(block, carried, own, of)
+                carried, results = self._unless_empty(block, carried, own, of)
             if into is None:
-                return (carried, grads), found
-            return (carried, self._added_to(grads, repeat, number, found)), None
+                return (carried, grads), results
+            return (carried, self._added_to(grads, repeat, number, results)), None
 
         most, state = self._setting.deal.most, (carried, grads)
         if self._blocks is None:
             by_block = jnp.arange(most), own, of
-            (carried, grads), found = jax.lax.scan(place, state, by_block, reverse=reverse)
+            (carried, grads), of_blocks = jax.lax.scan(place, state, by_block, reverse=reverse)
         else:
-            found = [None] * most
+            of_blocks = [None] * most
             for number in range(most)[:: -1 if reverse else 1]:
                 here = tuple(values[number] for values in of)
-                state, found[number] = place(state, (number, own[number], here))
+                state, of_blocks[number] = place(state, (number, own[number], here))
             carried, grads = state
-        return carried, found if into is None else grads
+        return carried, of_blocks if into is None else grads
 
     def _added_to(self, grads: Any, repeat: Any, number: Any, more: list[Any]) -> Any:
         """Gradients of a stage with those of one block more."""
@@ -383,13 +385,13 @@ class Passes:
         import jax
         import jax.numpy as jnp
 
-        found = jax.eval_shape(block, carried, own, of)[1]
-        nothing = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), found)
+        shapes = jax.eval_shape(block, carried, own, of)[1]
+        nothing = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
         return self._setting.either(
             own.taken[0], lambda: block(carried, own, of), lambda: (carried, nothing)
         )
 
-    def _known(self, params: Arrays, micro: Any, rest: Rest) -> dict[Any, Any]:
+    def _values_known(self, params: Arrays, micro: Any, rest: Rest) -> dict[Any, Any]:
         """The values of the loss's arguments for a micro-batch."""
         fixed, counted = self._state
         state = {**fixed, **{path: values[micro] for path, values in counted.items()}}

@@ -133,11 +133,11 @@ class Pipeline:
         return []
 
     def _schedule_faults(self) -> list[str]:
-        known = get_args(Schedule)
-        if self.schedule not in known:
-            near = difflib.get_close_matches(str(self.schedule).lower(), known, n=1)
+        schedules = get_args(Schedule)
+        if self.schedule not in schedules:
+            near = difflib.get_close_matches(str(self.schedule).lower(), schedules, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
-            names = ", ".join(map(repr, known))
+            names = ", ".join(map(repr, schedules))
             return [f"schedule must be one of {names}; received {self.schedule!r}{hint}"]
         if self.schedule == "circular" and self.repeats == 1:
             return ["schedule='circular' needs repeats, the runs of blocks per stage, 2 or more."]

@@ -102,7 +102,7 @@ class TickPlan:
         again, but reads their results when it is differentiated."""
         stages = range(table.stages)
         keeps_results &= not table.shares_loss
-        inputs = [_slots(table.kept(stage)) for stage in stages]
+        inputs = [_slots(table.lifetimes(stage)) for stage in stages]
         results = [table.kept_results(stage) if keeps_results else {} for stage in stages]
         gradients = [_slots(table.kept_gradients(s) | results[s]) for s in stages]
         cuts = [_slots(table.kept_cuts(stage)) for stage in stages]
@@ -156,13 +156,13 @@ class TickPlan:
 
 def _slots(spans: dict[Chunk, tuple[int, int]]) -> dict[Chunk, int]:
     """A buffer for each span of ticks, used again as soon as it is free."""
-    taken: list[int] = []  # the last tick at which each buffer is used
-    found: dict[Chunk, int] = {}
+    last_uses: list[int] = []  # the last tick at which each buffer is used
+    slots: dict[Chunk, int] = {}
     for chunk, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
-        free = next((slot for slot, until in enumerate(taken) if until < first), len(taken))
-        taken[free : free + 1] = [last]
-        found[chunk] = free
-    return found
+        free = next((slot for slot, until in enumerate(last_uses) if until < first), len(last_uses))
+        last_uses[free : free + 1] = [last]
+        slots[chunk] = free
+    return slots
 
 
 def _count(slots: dict[Chunk, int]) -> int:

@@ -50,8 +50,8 @@ class Runner:
         along, by_tick = spec(setting.axis), spec(None, setting.axis)
         run = self._over_stages((along if setting.by_piece is None else by_tick, *[along] * 4))
         fixed = {p: value for p, value in whole.state.items() if p not in states}
-        found = run(own, others, (fixed, states), rest, shared, micros, self._rows())
-        own_grads, grads_before, grads_after, metrics, logs = found
+        results = run(own, others, (fixed, states), rest, shared, micros, self._rows())
+        own_grads, grads_before, grads_after, metrics, logs = results
         grads = dict(zip(self.stacks, own_grads, strict=True))
         for path, value in others.items():
             parts = [of[path].sum(0) for of in (grads_before, grads_after) if path in of]
@@ -83,9 +83,9 @@ class Runner:
 
         def count(state: Arrays, leaves: Sequence[Any]) -> tuple[Arrays, Arrays]:
             rest = Rest(whole.slots, whole.metrics)
-            known = self.setting.known(others, {**whole.state, **state}, rest, leaves)
-            wanted = [self.setting.traced.state[path] for path in paths]
-            new = self.setting.functions.evaluate(wanted, known, counting=True)
+            values = self.setting.known(others, {**whole.state, **state}, rest, leaves)
+            outputs = [self.setting.traced.state[path] for path in paths]
+            new = self.setting.functions.evaluate(outputs, values, counting=True)
             return dict(zip(paths, new, strict=True)), state
 
         first = {path: whole.state[path] for path in paths}
@@ -138,15 +138,15 @@ class Runner:
         """
         import jax
 
-        taken = functools.partial(self._taken, self.setting)
+        stepped = functools.partial(self._stepped, self.setting)
         if not 1 < self.setting.deal.most <= _FEW_BLOCKS:
-            return taken(*values)
-        apart = functools.partial(self._taken, replace(self.setting, unrolls=True))
+            return stepped(*values)
+        apart = functools.partial(self._stepped, replace(self.setting, unrolls=True))
         if self.platform is None:
-            return jax.lax.platform_dependent(*values, cpu=apart, default=taken)
-        return (apart if self.platform == "cpu" else taken)(*values)
+            return jax.lax.platform_dependent(*values, cpu=apart, default=stepped)
+        return (apart if self.platform == "cpu" else stepped)(*values)
 
-    def _taken(
+    def _stepped(
         self,
         setting: Setting,
         own: Own,

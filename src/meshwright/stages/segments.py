@@ -69,7 +69,7 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of the packed arrays."""
-        return sum(math.prod(each.shape) * each.dtype.itemsize for each in self.shapes)
+        return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in self.shapes)
 
     def pack(self, values: Sequence[Any], lay: Lay = _as_it_is) -> list[Any]:
         """The arrays of one list; ``lay`` says how an array lies, by whether it has rows."""
@@ -109,7 +109,7 @@ class Segments:
     cuts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if paths := self.line.params_of(self.line.wanted, self.boundaries[-1]):
+        if paths := self.line.params_of(self.line.outputs, self.boundaries[-1]):
             raise PipelineError(
                 f"what comes after the last layer is computed from {listed(paths)}, which is not "
                 "supported in a pipeline."
@@ -166,12 +166,12 @@ class Segments:
         return [float(total[end] - total[at]) for at, end in itertools.pairwise(ends)]
 
     def run(
-        self, stage: int, known: Mapping[Var, Any], x: Sequence[Any], lay: Lay = _as_it_is
+        self, stage: int, values_known: Mapping[Var, Any], x: Sequence[Any], lay: Lay = _as_it_is
     ) -> list[Any]:
         """What a stage passes on, of what it begins with: both packed."""
         enters, leaves = self.boundaries[stage : stage + 2]
         values = dict(zip(enters, self.packed.unpack(stage, x, lay), strict=True))
-        return self.packed.pack(self.line.evaluate(leaves, {**known, **values}), lay)
+        return self.packed.pack(self.line.evaluate(leaves, {**values_known, **values}), lay)
 
     # As Functions are
 
@@ -191,14 +191,14 @@ class Segments:
         return self.line.counted
 
     def evaluate(
-        self, wanted: Sequence[Any], known: Mapping[Var, Any], *, counting: bool = False
+        self, outputs: Sequence[Any], values: Mapping[Var, Any], *, counting: bool = False
     ) -> list[Any]:
         """The values of variables, from those that are known."""
-        return self.line.evaluate(wanted, known, counting=counting)
+        return self.line.evaluate(outputs, values, counting=counting)
 
     def read(self, part: str) -> list[str]:
         """Which of a part of the state the loss reads."""
-        numbers = self.line.slice(self.line.wanted, ())
+        numbers = self.line.slice(self.line.outputs, ())
         read = {v for n in numbers for v in self.line.eqns[n].invars if not hasattr(v, "val")}
         return [p for v, (of, p) in self.traced.arguments.items() if of == part and v in read]
 

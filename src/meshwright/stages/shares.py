@@ -103,12 +103,12 @@ def layers_of_parts(params: Sequence[Sequence[str]]) -> tuple[LayerStages, ...]:
     for stage, paths in enumerate(params):
         for layer in dict.fromkeys(map(_layer_of, paths)):
             stages.setdefault(layer, []).append(stage)
-    found = []
+    result = []
     for of, group in itertools.groupby(stages, key=lambda layer: stages[layer]):
         first, *_, last = (*(layers := list(group)), layers[-1])
         name = first if len(layers) == 1 else f"{first} to {last} ({len(layers)} layers)"
-        found.append(LayerStages(name, ", ".join(map(str, of))))
-    return tuple(found)
+        result.append(LayerStages(name, ", ".join(map(str, of))))
+    return tuple(result)
 
 
 def _layer_of(path: str) -> str:

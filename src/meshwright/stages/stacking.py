@@ -106,14 +106,14 @@ class Stacking:
             of_model = field in ("params", "slots")
             return spread_over(axis, info, getattr(whole, field)) if of_model else info
 
-        in_stacks = {("params", m) for each in params for m in each.members}
-        in_stacks |= {("slots", m) for each in slots for m in each.members}
+        in_stacks = {("params", m) for own_stack in params for m in own_stack.members}
+        in_stacks |= {("slots", m) for own_stack in slots for m in own_stack.members}
         parts = [
             [spread(field, info) for info in part if (field, info.path) not in in_stacks]
             for field, part in zip(TrainState._fields, program.parts, strict=True)
         ]
-        parts[0] += [each.info for each in params]
-        parts[2] += [each.info for each in slots]
+        parts[0] += [own_stack.info for own_stack in params]
+        parts[2] += [own_stack.info for own_stack in slots]
         stored = by_part(parts, placement)
         return cls(params, tuple(slots), tuple(map(tuple, parts)), stored, rest)
 
@@ -128,19 +128,19 @@ class Stacking:
 
     def explained(self, placed: Sequence[Placed]) -> list[Placed]:
         """Placed variables of a step with the reasons that a reader knows."""
-        stacks = {each.info: each for each in (*self.params, *self.slots)}
-        found = []
-        for each in placed:
-            why = each.reason
-            if (stack := stacks.get(each.info)) is not None:
-                pieces, places = each.layout.num_shards(0), len(stack.places)
+        stacks = {stack.info: stack for stack in (*self.params, *self.slots)}
+        result = []
+        for entry in placed:
+            why = entry.reason
+            if (stack := stacks.get(entry.info)) is not None:
+                pieces, places = entry.layout.num_shards(0), len(stack.places)
                 count = len(stack.members)
                 room = f" in {places} places" if places > count else ""
                 why = f"{count} blocks{room}, {places // pieces} on each of {pieces} stages"
-            elif each.info.asked is not None:
+            elif entry.info.asked is not None:
                 why = "beside the blocks"
-            found.append(each._replace(reason=why))
-        return found
+            result.append(entry._replace(reason=why))
+        return result
 
     # The interface of Storing: what a step stores, and what there is outside of it
 
@@ -202,14 +202,14 @@ class Stacking:
             tuple(_named(name, stack) for name in ("params", "grads") for stack in self.params)
             + tuple(_named("slots", stack) for stack in self.slots)
         )
-        of_params = {each.info.path: each.places for each in self.params}
-        of_slots = {each.info.path: each.places for each in self.slots}
+        of_params = {own_stack.info.path: own_stack.places for own_stack in self.params}
+        of_slots = {own_stack.info.path: own_stack.places for own_stack in self.slots}
 
         def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
-            given = {"params": params, "grads": grads, "slots": slots}
+            values = {"params": params, "grads": grads, "slots": slots}
             args = shapes_of(program.params), shapes_of(program.params), shapes_of(program.slots)
             run = alike(program.update, ("params", "grads", "slots"), args, families)
-            new, new_slots = run(given, (of_params, of_params, of_slots), (of_params, of_slots))
+            new, new_slots = run(values, (of_params, of_params, of_slots), (of_params, of_slots))
             return new, new_slots
 
         return update
@@ -267,20 +267,20 @@ def _stacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:
     import jax.numpy as jnp
 
     values = dict(values)
-    for each in stacks:
-        if all(member in values for member in each.members):
-            arrays = {member: values.pop(member) for member in each.members}
-            empty = jnp.zeros_like(arrays[each.members[0]])
-            values[each.info.path] = jnp.stack([arrays[p] if p else empty for p in each.places])
+    for stack in stacks:
+        if all(member in values for member in stack.members):
+            arrays = {member: values.pop(member) for member in stack.members}
+            empty = jnp.zeros_like(arrays[stack.members[0]])
+            values[stack.info.path] = jnp.stack([arrays[p] if p else empty for p in stack.places])
     return values
 
 
 def _unstacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:
     values = dict(values)
-    for each in stacks:
-        if each.info.path in values:
-            stacked = values.pop(each.info.path)
-            values |= {p: stacked[n] for n, p in enumerate(each.places) if p is not None}
+    for stack in stacks:
+        if stack.info.path in values:
+            stacked = values.pop(stack.info.path)
+            values |= {p: stacked[n] for n, p in enumerate(stack.places) if p is not None}
     return values
 
 

@@ -200,7 +200,7 @@ class Staged:
         if isinstance(self.dealt, tuple):
             return self._unequal(traced, self.dealt)(whole, micros)
         deal, blocks = self.dealt, _blocks(traced, placement, pipeline)
-        stacks = {each.members: each.info.path for each in self.stacking.params}
+        stacks = {stack.members: stack.info.path for stack in self.stacking.params}
         order = [block for block in deal.places if block is not None]
         is_same = blocks.count == deal.count
         paths = [

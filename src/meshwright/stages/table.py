@@ -145,9 +145,9 @@ class TickTable(Viewable):
     @functools.cached_property
     def in_flight(self) -> tuple[int, ...]:
         """The most inputs that each stage keeps at once, from arrival to the last use."""
-        return tuple(most_at_once(self.kept(stage)) for stage in range(self.stages))
+        return tuple(most_at_once(self.lifetimes(stage)) for stage in range(self.stages))
 
-    def kept(self, stage: int) -> dict[Chunk, tuple[int, int]]:
+    def lifetimes(self, stage: int) -> dict[Chunk, tuple[int, int]]:
         """The first and last tick at which a stage keeps the input of each chunk."""
         last_use = self._last_uses()
         return {c: (self._arrival(stage, c), last) for c, last in last_use[stage].items()}
@@ -238,8 +238,8 @@ class TickTable(Viewable):
 
     def _wrong_counts(self) -> Iterator[str]:
         kinds = _KINDS[1:] if self.splits_backward else _KINDS[1:3]
-        seen = Counter((stage, work) for _, stage, work in self.works())
-        wanted = {
+        counts = Counter((stage, work) for _, stage, work in self.works())
+        expected = {
             (stage, Work(kind, micro, repeat))
             for stage in range(self.stages)
             for micro in range(self.micro_batches)
@@ -249,10 +249,10 @@ class TickTable(Viewable):
         if self.shares_loss:
             for micro in range(self.micro_batches):
                 stage = self.stages - 1 - micro % self.stages
-                wanted.add((stage, Work("loss", micro, self.repeats - 1)))
-        for key in sorted(wanted | set(seen)):
-            if seen[key] != (key in wanted):
-                yield f"stage {key[0]} does {key[1]} {seen[key]} times"
+                expected.add((stage, Work("loss", micro, self.repeats - 1)))
+        for key in sorted(expected | set(counts)):
+            if counts[key] != (key in expected):
+                yield f"stage {key[0]} does {key[1]} {counts[key]} times"
 
     def _too_early(self) -> Iterator[str]:
         senders = {"forward": self.before, "backward": self.after}

@@ -16,7 +16,7 @@ class Carry(NamedTuple):
 
     inputs: Any
     gradients: Any
-    kept: Any  # of forward passes, and of backward passes for gradients of weights
+    residuals: Any  # of forward passes, and of backward passes for gradients of weights
     cuts: Any
     arriving: Any
     leaving: Any  # a gradient
@@ -63,7 +63,7 @@ class Ticks:
         return Carry(
             inputs=buffers(plan.slots + 1),
             gradients=buffers(plan.gradient_slots + 1),
-            kept=self._buffers(plan.slots + (not self._setting.skips), self._kept),
+            residuals=self._buffers(plan.slots + (not self._setting.skips), self._residuals),
             cuts=self._buffers(plan.cut_slots, self._cuts),
             arriving=self._nothing(),
             leaving=self._nothing(),
@@ -99,7 +99,7 @@ class Ticks:
         return [self._setting.laid(jnp.zeros(v.aval.shape, v.aval.dtype), 0) for v in enters]
 
     @functools.cached_property
-    def _kept(self) -> Any:
+    def _residuals(self) -> Any:
         """The shapes of what a forward pass keeps, if anything beside its input."""
         import jax
 
@@ -114,8 +114,8 @@ class Ticks:
 
         if not self._waits:
             return ()
-        kept, nothing = self._zeros(self._kept), self._nothing()
-        return jax.eval_shape(lambda: self._passes.backward(kept, nothing, None, 0, 0)[1])
+        residuals, nothing = self._zeros(self._residuals), self._nothing()
+        return jax.eval_shape(lambda: self._passes.backward(residuals, nothing, None, 0, 0)[1])
 
     def _zeros(self, shapes: Any) -> Any:
         import jax
@@ -196,7 +196,7 @@ class Ticks:
             return back, carry
         back, coming = _one_after_the_other((back, carry.coming))
         coming, begins = self._send(coming, 1), row.loss_begins >= 0
-        first = _taken(carry.losses, jnp.maximum(row.loss_begins, 0))
+        first = _slot_of(carry.losses, jnp.maximum(row.loss_begins, 0))
         coming = [jnp.where(begins, *of) for of in zip(first, coming, strict=True)]
         return back, carry._replace(coming=coming)
 
@@ -235,11 +235,11 @@ class Ticks:
         is_working = row.forward >= 0
 
         def work() -> tuple[dict[str, Any], list[Any]]:
-            x, y, kept = self._result(carry, row)
+            x, y, residuals = self._result(carry, row)
             slot = jnp.where(is_working, row.forward_slot, self._setting.plan.slots)
             changed = {"inputs": _put(carry.inputs, slot, x)}
             if not self._setting.recompute:
-                changed["kept"] = _put(carry.kept, slot, kept)
+                changed["residuals"] = _put(carry.residuals, slot, residuals)
                 changed["gradients"] = _put(carry.gradients, row.result_slot, y)
             return changed, y
 
@@ -248,7 +248,7 @@ class Ticks:
         if not self._setting.skips:
             changed, y = work()
         else:
-            names = ("inputs",) if self._setting.recompute else ("inputs", "kept", "gradients")
+            names = ("inputs",) if self._setting.recompute else ("inputs", "residuals", "gradients")
             unchanged = {name: getattr(carry, name) for name in names}
             changed, y = self._setting.either(
                 is_working, work, lambda: (unchanged, self._nothing())
@@ -261,7 +261,7 @@ class Ticks:
         x = self._if(
             self._is_first(row.stage, repeat),
             lambda: self._passes.enter(micro),
-            lambda: _taken(carry.inputs, row.forward_slot),
+            lambda: _slot_of(carry.inputs, row.forward_slot),
         )
         if not self._setting.recompute:
             return x, *self._passes.forward(x, micro, repeat)
@@ -297,14 +297,16 @@ class Ticks:
 
     def _differentiated(self, carry: Carry, row: Row) -> tuple[dict[str, Any], list[Any]]:
         micro, repeat = row.backward, row.backward_repeat
-        arrived = _taken(carry.gradients, row.gradient_slot)
+        arrived = _slot_of(carry.gradients, row.gradient_slot)
         if self._setting.recompute:
-            y, kept = self._passes.forward(_taken(carry.inputs, row.backward_slot), micro, repeat)
+            y, residuals = self._passes.forward(
+                _slot_of(carry.inputs, row.backward_slot), micro, repeat
+            )
         else:
-            y, kept = arrived, _taken(carry.kept, row.backward_slot)
+            y, residuals = arrived, _slot_of(carry.residuals, row.backward_slot)
         results, gradient = self._at_loss(carry, row, y, arrived)
         own = carry.own_grads
-        gradient, own = self._passes.backward(kept, gradient, own, micro, repeat)
+        gradient, own = self._passes.backward(residuals, gradient, own, micro, repeat)
         return results | {"own_grads": own}, gradient
 
     def _at_loss(
@@ -328,22 +330,22 @@ class Ticks:
         within another one passes on is copied."""
         micro, repeat = row.backward, row.backward_repeat
         works, waits = row.backward >= 0, row.cut_slot >= 0
-        arrived, own = _taken(carry.gradients, row.gradient_slot), carry.own_grads
+        arrived, own = _slot_of(carry.gradients, row.gradient_slot), carry.own_grads
         results, gradient = self._if(
             works & self._is_last(row.stage, repeat),
             lambda: self._passes.at_loss(arrived, _results(carry), micro),
             lambda: (_results(carry), arrived),
         )
 
-        def taken(grads: Any) -> tuple[list[Any], Any]:
-            kept = _taken(carry.kept, row.backward_slot)
-            return self._passes.backward(kept, gradient, grads, micro, repeat)
+        def gradients(grads: Any) -> tuple[list[Any], Any]:
+            residuals = _slot_of(carry.residuals, row.backward_slot)
+            return self._passes.backward(residuals, gradient, grads, micro, repeat)
 
         def half() -> tuple[list[Any], Any]:
-            x, cut = taken(None)
+            x, cut = gradients(None)
             return x, _put(carry.cuts, row.cut_slot, cut)
 
-        x, own = self._if(works & ~waits, lambda: taken(own), lambda: (gradient, own))
+        x, own = self._if(works & ~waits, lambda: gradients(own), lambda: (gradient, own))
         x, cuts = self._if(waits, half, lambda: (x, carry.cuts))
         return results | {"own_grads": own, "cuts": cuts}, x
 
@@ -358,8 +360,8 @@ class Ticks:
             micro, repeat, slot, cut_slot = at
 
             def added() -> Any:
-                kept, cut = _taken(carry.kept, slot), _taken(carry.cuts, cut_slot)
-                return self._passes.weights(kept, cut, grads, micro, repeat)
+                residuals, cut = _slot_of(carry.residuals, slot), _slot_of(carry.cuts, cut_slot)
+                return self._passes.weights(residuals, cut, grads, micro, repeat)
 
             return self._if(micro >= 0, added, lambda: grads), None
 
@@ -391,8 +393,8 @@ def _put(buffers: Any, slot: Any, values: Any) -> Any:
     return jax.tree.map(lambda buffer, value: put(buffer, value, slot, 0), buffers, values)
 
 
-def _taken(buffers: Any, slot: Any) -> Any:
+def _slot_of(buffers: Any, slot: Any) -> Any:
     import jax
 
-    taken = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
-    return jax.tree.map(lambda buffer: taken(buffer, slot), buffers)
+    at_slot = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+    return jax.tree.map(lambda buffer: at_slot(buffer, slot), buffers)

@@ -44,19 +44,19 @@ class UnequalPasses(Passes):
         import jax
 
         traced, segments = self._setting.traced, self._segments
-        held = results["metrics"]
-        rest = self.rest._replace(metrics=held["metrics"])
-        known = self._known(self._others, micro, rest)
-        known |= {
-            var: held["state"][path]
+        carried = results["metrics"]
+        rest = self.rest._replace(metrics=carried["metrics"])
+        known_values = self._values_known(self._others, micro, rest)
+        known_values |= {
+            var: carried["state"][path]
             for var, (part, path) in traced.arguments.items()
-            if part == "state" and path in held["state"]
+            if part == "state" and path in carried["state"]
         }
 
         def tail(y: list[Any]) -> Any:
             values = segments.packed.unpack(segments.count, y, self._setting.exactly)
-            here = known | dict(zip(segments.boundaries[-1], values, strict=True))
-            loss, *more = segments.evaluate(segments.line.wanted, here)
+            here = known_values | dict(zip(segments.boundaries[-1], values, strict=True))
+            loss, *more = segments.evaluate(segments.line.outputs, here)
             return loss, more
 
         loss, pull, more = jax.vjp(tail, y, has_aux=True)
@@ -73,7 +73,7 @@ class UnequalPasses(Passes):
 
     def run(self, x: list[Any], micro: Any, repeat: Any) -> list[Any]:
         """What a stage makes of its input."""
-        return self._switch(lambda stage: self._made(stage, self._weights(stage), x, micro))
+        return self._switch(lambda stage: self._leaves_of(stage, self._weights(stage), x, micro))
 
     def forward(self, x: list[Any], micro: Any, repeat: Any) -> tuple[list[Any], Any]:
         """The same, and what its gradients need."""
@@ -85,23 +85,23 @@ class UnequalPasses(Passes):
         shapes = [
             jax.eval_shape(lambda stage=stage: branch(stage)[1]) for stage in range(self._count)
         ]
-        self._kept = kept = Packed(shapes, x[0].shape[0])
+        self._packed = packing = Packed(shapes, x[0].shape[0])
 
         def packed(stage: int) -> tuple[list[Any], list[Any]]:
             y, leaves = branch(stage)
-            return y, kept.pack(leaves, self._setting.exactly)
+            return y, packing.pack(leaves, self._setting.exactly)
 
         return self._switch(packed)
 
     def backward(
-        self, kept: Any, gradient: list[Any], grads: Any, micro: Any, repeat: Any
+        self, residuals: Any, gradient: list[Any], grads: Any, micro: Any, repeat: Any
     ) -> tuple[list[Any], Any]:
         """The gradient of a stage's input, and ``grads`` with those of its weights."""
 
         def branch(stage: int) -> tuple[list[Any], list[Any]]:
             weights = self._weights(stage)
             tree, own = self._trees[stage]
-            leaves = iter(self._kept.unpack(stage, kept, self._setting.exactly))
+            leaves = iter(self._packed.unpack(stage, residuals, self._setting.exactly))
             names = list(weights)
             values = [weights[names[at]] if at is not None else next(leaves) for at in own]
             grads, x = tree.unflatten(values)(gradient)
@@ -115,16 +115,16 @@ class UnequalPasses(Passes):
         import jax
 
         weights = self._weights(stage)
-        y, pull = jax.vjp(lambda w, x: self._made(stage, w, x, micro), weights, x)
+        y, pull = jax.vjp(lambda w, x: self._leaves_of(stage, w, x, micro), weights, x)
         leaves, tree = jax.tree.flatten(pull)
-        held = [id(value) for value in weights.values()]
-        own = [held.index(id(leaf)) if id(leaf) in held else None for leaf in leaves]
+        ids = [id(value) for value in weights.values()]
+        own = [ids.index(id(leaf)) if id(leaf) in ids else None for leaf in leaves]
         self._trees[stage] = tree, own
         return y, [leaf for leaf, at in zip(leaves, own, strict=True) if at is None]
 
-    def _made(self, stage: int, weights: Arrays, x: list[Any], micro: Any) -> list[Any]:
-        known = self._known({**self._others, **weights}, micro, self.rest)
-        return self._segments.run(stage, known, x, self._setting.exactly)
+    def _leaves_of(self, stage: int, weights: Arrays, x: list[Any], micro: Any) -> list[Any]:
+        values = self._values_known({**self._others, **weights}, micro, self.rest)
+        return self._segments.run(stage, values, x, self._setting.exactly)
 
     @property
     def _count(self) -> int:
@@ -144,13 +144,13 @@ class UnequalPasses(Passes):
     def _weights(self, stage: int) -> Arrays:
         """The parameters that a stage reads, by path."""
         rows = iter(self.own.params)
-        found: Arrays = {}
+        weights: Arrays = {}
         for pack in self._packing.packs.params.values():
             own = [piece for piece in pack.pieces if piece.stage == stage]
-            found |= from_row(own, next(rows)[0, 0])
-        found |= {path: next(rows)[0, 0] for path in self._segments.shared}
+            weights |= from_row(own, next(rows)[0, 0])
+        weights |= {path: next(rows)[0, 0] for path in self._segments.shared}
         exactly = self._setting.exactly
-        return {path: exactly(found[path], False) for path in self._segments.params[stage]}
+        return {path: exactly(weights[path], False) for path in self._segments.params[stage]}
 
     def _rows(self, stage: int, grads: Arrays) -> list[Any]:
         """Gradients as the parameters of a stage lie."""
@@ -194,17 +194,17 @@ class UnequalRunner(Runner):
             [],
             [jnp.ones([count], bool)],
         )
-        held = {"metrics": whole.metrics, "state": statistics}
-        rest = Rest(self._read_slots(whole.slots), held)
+        carried = {"metrics": whole.metrics, "state": statistics}
+        rest = Rest(self._read_slots(whole.slots), carried)
         run = self._over_stages(jax.sharding.PartitionSpec(setting.axis))
-        found = run(own, others, (fixed, states), rest, [], micros, self._rows())
-        own_grads, _, _, held, logs = found
+        results = run(own, others, (fixed, states), rest, [], micros, self._rows())
+        own_grads, _, _, carried, logs = results
         grads = {p: jnp.zeros_like(value) for p, value in others.items()}
         grads |= dict(zip(packs, own_grads, strict=False))
         for path, value in zip(shared, own_grads[len(packs) :], strict=True):
             grads[path] = value.sum(0)
-        held, logs = jax.tree.map(lambda value: value[-1], (held, logs))
-        return grads, {**state, **held["state"]}, held["metrics"], logs
+        carried, logs = jax.tree.map(lambda value: value[-1], (carried, logs))
+        return grads, {**state, **carried["state"]}, carried["metrics"], logs
 
     def _passes(self, setting: Setting, *values: Any) -> Passes:
         return UnequalPasses(setting, self.packing, self.segments, *values)

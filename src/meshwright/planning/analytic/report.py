@@ -57,7 +57,7 @@ def report_of_graph(
             f"{described.program.name!r}:\n{error}"
         ) from error
     if not described.has_gradients:
-        assignment = replace(assignment, kept=())  # no variable gets a new value
+        assignment = replace(assignment, gathers=())  # no variable gets a new value
     costs = operation_costs(assignment, described.placement)
     nbytes = sizes(described)
     return DryRun(

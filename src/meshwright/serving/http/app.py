@@ -232,27 +232,27 @@ class _Face:
         return json_response({"ready": True})
 
     async def _model_ready(self, http: Request) -> Response:
-        if not self._asked(http).ready:
+        if not self._served(http).ready:
             raise NotReadyError("the model is loading or draining. Try again later.")
         return json_response({"ready": True})
 
-    def _asked(self, http: Request) -> ServedModel:
+    def _served(self, http: Request) -> ServedModel:
         """The model that a path names; without a version the one with most of the traffic."""
         return looked_at(self._models, http.path_params["model"], http.path_params.get("version"))
 
     async def _v2_metadata(self, http: Request) -> Response:
-        model = self._asked(http)
+        model = self._served(http)
         versions = self._models.versions(model.name)
         return json_response(open_inference.model_metadata(model, versions))
 
     async def _tf_status(self, http: Request) -> Response:
-        found = self._asked(http)
+        model = self._served(http)
         is_one = "version" in http.path_params
-        models = [found] if is_one else all_of(self._models, found.name)
+        models = [model] if is_one else all_of(self._models, model.name)
         return json_response(tf_serving.status(models))
 
     async def _tf_meta(self, http: Request) -> Response:
-        return json_response(tf_serving.metadata(self._asked(http)))
+        return json_response(tf_serving.metadata(self._served(http)))
 
     async def _openapi(self, _http: Request) -> Response:
         return json_response(openapi(self._models, _version()))
@@ -274,16 +274,16 @@ def _is_done_well(task: asyncio.Task[None]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _v2_write(asked: Asked, answer: Answer, model: ServedModel) -> Reply:
-    return open_inference.write(asked, answer, model.name)
+def _v2_write(request: Asked, answer: Answer, model: ServedModel) -> Reply:
+    return open_inference.write(request, answer, model.name)
 
 
-def _tf_write(asked: Asked, answer: Answer, _model: ServedModel) -> Reply:
-    return tf_serving.write(asked, answer)
+def _tf_write(request: Asked, answer: Answer, _model: ServedModel) -> Reply:
+    return tf_serving.write(request, answer)
 
 
-def _invoked_write(asked: Asked, answer: Answer, _model: ServedModel) -> Reply:
-    return invocations.write(asked, answer)
+def _invoked_write(request: Asked, answer: Answer, _model: ServedModel) -> Reply:
+    return invocations.write(request, answer)
 
 
 async def _only_post(_http: Request) -> Response:

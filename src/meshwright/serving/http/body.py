@@ -72,7 +72,7 @@ class Held:
         self._bytes += count
 
 
-async def read_body(request: Request, limits: Limits, held: Held) -> bytes:
+async def read_body(request: Request, limits: Limits, reserved: Held) -> bytes:
     """The body, decompressed.
 
     Raises BodyTooLargeError, SlowBodyError, MediaTypeError, ClientGoneError, or OverloadedError.
@@ -83,7 +83,7 @@ async def read_body(request: Request, limits: Limits, held: Held) -> bytes:
         raise _too_large(limits, f"Content-Length is {announced} bytes")
     try:
         async with asyncio.timeout(limits.read_s):
-            body = await _received(request, limits, held.take)
+            body = await _received(request, limits, reserved.take)
     except TimeoutError:
         raise SlowBodyError(
             f"the body did not arrive within {limits.read_s:g} s. Send it faster, or in parts."
@@ -93,8 +93,8 @@ async def read_body(request: Request, limits: Limits, held: Held) -> bytes:
     if window is None:
         return body
     if len(body) < _STEP // 64:
-        return decompressed(body, window, limits, held.take)
-    return await asyncio.to_thread(decompressed, body, window, limits, held.take)
+        return decompressed(body, window, limits, reserved.take)
+    return await asyncio.to_thread(decompressed, body, window, limits, reserved.take)
 
 
 def _window(encoding: str) -> int | None:

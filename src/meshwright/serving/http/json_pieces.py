@@ -116,8 +116,8 @@ def _elements(text: bytes, start: int, stop: int, depth: int) -> list[Any]:
     elements: list[Any] = []
     at, end = start + 1, stop - 1
     while at <= end:
-        found = comma.search(text, at + _PIECE, end)
-        cut = found.end() - 1 if found else end
+        match = comma.search(text, at + _PIECE, end)
+        cut = match.end() - 1 if match else end
         piece = loaded(b"[%s]" % text[at:cut])
         if not piece:
             raise ValueError("an element is missing")

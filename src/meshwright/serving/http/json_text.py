@@ -88,9 +88,9 @@ def _arrays(value: Any) -> list[np.ndarray]:
     if isinstance(value, np.ndarray):
         return [value]
     if isinstance(value, Mapping):
-        return [array for each in value.values() for array in _arrays(each)]
+        return [array for element in value.values() for array in _arrays(element)]
     if isinstance(value, list | tuple):
-        return [array for each in value for array in _arrays(each)]
+        return [array for element in value for array in _arrays(element)]
     return []
 
 

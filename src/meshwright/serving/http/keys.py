@@ -37,10 +37,10 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 def check_keys(keys: Iterable[str], place: str) -> None:
     """Raise ServingError for missing and for short keys."""
-    found = list(keys)
-    if not found:
+    result = list(keys)
+    if not result:
         raise ServingError(f"{place} has no API key. Write one per line: openssl rand -hex 32")
-    if wrong := [n for n, key in enumerate(found, 1) if len(key) < _SHORTEST or not key.isascii()]:
+    if wrong := [n for n, key in enumerate(result, 1) if len(key) < _SHORTEST or not key.isascii()]:
         raise ServingError(
             f"API key {wrong[0]} of {place} must have at least {_SHORTEST} ASCII characters: "
             f"openssl rand -hex 32"
@@ -57,7 +57,7 @@ class Known:
         """Raise UnauthorizedError unless ``Bearer KEY``, or the key itself, is one of them."""
         kind, _, bearer = authorization.partition(" ")
         digest = _digest((bearer if kind.lower() == "bearer" else key).strip())
-        if not any(hmac.compare_digest(digest, known) for known in self._digests):
+        if not any(hmac.compare_digest(digest, own) for own in self._digests):
             raise UnauthorizedError(
                 "this server asks for an API key. Send Authorization: Bearer KEY, or X-API-Key: "
                 "KEY."
@@ -72,13 +72,13 @@ class ApiKeys:
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
-        self._known = Known(keys)
+        self._keys = Known(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._is_open(scope):
             headers = Headers(scope=scope)
             try:
-                self._known.refuse(headers.get("authorization", ""), headers.get("x-api-key", ""))
+                self._keys.refuse(headers.get("authorization", ""), headers.get("x-api-key", ""))
             except UnauthorizedError as error:
                 await problem_response(error, scope)(scope, receive, send)
                 return

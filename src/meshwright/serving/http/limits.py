@@ -34,9 +34,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         wrong = [
-            f"{each.name}={value!r}"
-            for each in fields(self)
-            if not isinstance(value := getattr(self, each.name), int | float) or value <= 0
+            f"{entry.name}={value!r}"
+            for entry in fields(self)
+            if not isinstance(value := getattr(self, entry.name), int | float) or value <= 0
         ]
         if wrong:
             raise ServingError(f"Limits must be positive numbers; received {', '.join(wrong)}.")

@@ -68,8 +68,8 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            gone = isinstance(error, ClientGoneError)
-            if not gone:
+            has_left = isinstance(error, ClientGoneError)
+            if not has_left:
                 LOGGER.exception("unexpected error", extra={"fields": _who(state)})
             if status == 0:
                 await problem_response(error, scope)(scope, receive, send_with_id)
@@ -97,8 +97,8 @@ class RequestLog:
 
 
 def _id_of(scope: Scope) -> str:
-    wanted = Headers(scope=scope).get(REQUEST_ID, "")
-    return wanted if _ID.fullmatch(wanted) else uuid.uuid4().hex
+    identity = Headers(scope=scope).get(REQUEST_ID, "")
+    return identity if _ID.fullmatch(identity) else uuid.uuid4().hex
 
 
 def _who(state: Mapping[str, Any]) -> dict[str, Any]:

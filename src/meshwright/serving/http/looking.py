@@ -38,10 +38,10 @@ def every(models: Models) -> list[ServedModel]:
     return [model for name in models.names() for model in all_of(models, name)]
 
 
-def check_version(name: str, asked: str | None, answer: Answer) -> None:
+def check_version(name: str, version: str | None, answer: Answer) -> None:
     """Raise UnknownModelError where a request for one version was answered by the next one."""
-    if asked is not None and answer.version != asked:
+    if version is not None and answer.version != version:
         raise UnknownModelError(
-            f"version {asked} of model {name!r} has just been replaced by {answer.version}. Ask "
+            f"version {version} of model {name!r} has just been replaced by {answer.version}. Ask "
             "for that one, or for none."
         )

@@ -149,8 +149,8 @@ def _cumulative(counts: Counts) -> list[tuple[str, float]]:
     [('0.1', 2.0), ('1.0', 3.0), ('+Inf', 4.0)]
     """
     bounds = [*map(str, counts.bounds), "+Inf"]
-    total, found = 0.0, []
+    total, result = 0.0, []
     for bound, count in zip(bounds, counts.counts, strict=True):
         total += count
-        found.append((bound, total))
-    return found
+        result.append((bound, total))
+    return result

@@ -47,10 +47,10 @@ async def answer(
         model = models.model(name, version)
         state["model"], state["version"] = model.name, model.version
         timeout_s = _header_timeout(http, limits)
-        with Held(pending) as held:
-            body = await read_body(http, limits, held)
+        with Held(pending) as reserved:
+            body = await read_body(http, limits, reserved)
             if _is_text(http):
-                held.take(min(_TEXT_TIMES * len(body), limits.pending_bytes - len(body)))
+                reserved.take(min(_TEXT_TIMES * len(body), limits.pending_bytes - len(body)))
             if len(body) > _LARGE:
                 request = await asyncio.to_thread(read, http, body, model)
             else:
@@ -95,7 +95,7 @@ async def unless_gone(work: Coroutine[Any, Any, T], receive: Callable[[], Awaita
     Raises ClientGoneError.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(receive))
+    watch = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -108,6 +108,6 @@ async def unless_gone(work: Coroutine[Any, Any, T], receive: Callable[[], Awaita
             await asyncio.wait((task,))
 
 
-async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -66,13 +66,13 @@ def status_of(error: BaseException) -> tuple[int, str]:
 
 def refuse(faults: Iterable[str]) -> None:
     """Raise one error for all faults of a request; none for none."""
-    found = list(faults)
-    if len(found) == 1:
-        raise RequestError(found[0])
-    if found:
-        lines = "".join(f"\n  {fault}" for fault in found[:20])
-        more = f"\n  and {len(found) - 20} more" if len(found) > 20 else ""
-        raise RequestError(f"{len(found)} faults in the request:{lines}{more}")
+    problems = list(faults)
+    if len(problems) == 1:
+        raise RequestError(problems[0])
+    if problems:
+        lines = "".join(f"\n  {fault}" for fault in problems[:20])
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise RequestError(f"{len(problems)} faults in the request:{lines}{more}")
 
 
 def short(value: object, most: int = 60) -> str:

@@ -117,7 +117,7 @@ class _Service(stubs.GRPCInferenceServiceServicer):
         self._models: Models = app.state.models
         self.limits = limits
         self._pending = Pending(limits)
-        self._known = Known(keys) if keys else None
+        self._keys = Known(keys) if keys else None
 
     # Health and descriptions
 
@@ -162,9 +162,11 @@ class _Service(stubs.GRPCInferenceServiceServicer):
             await _abort(context, error)
 
     def _check_key(self, context: Any) -> None:
-        if self._known is not None:
-            given = dict(context.invocation_metadata() or ())
-            self._known.refuse(str(given.get("authorization", "")), str(given.get("x-api-key", "")))
+        if self._keys is not None:
+            metadata = dict(context.invocation_metadata() or ())
+            self._keys.refuse(
+                str(metadata.get("authorization", "")), str(metadata.get("x-api-key", ""))
+            )
 
     # Predictions
 
@@ -173,8 +175,8 @@ class _Service(stubs.GRPCInferenceServiceServicer):
         fields = {"contract": "grpc", "model": request.model_name[:200]}
         try:
             self._check_key(context)
-            with Held(self._pending) as held:
-                held.take(request.ByteSize())
+            with Held(self._pending) as reserved:
+                reserved.take(request.ByteSize())
                 model = self._models.model(request.model_name, request.model_version or None)
                 inputs = _inputs(request, model, self.limits)
                 left_s = context.time_remaining()
@@ -221,12 +223,12 @@ def _inputs(request: Any, model: ServedModel, limits: Limits) -> dict[str, Any]:
     raw: list[bytes] = list(request.raw_input_contents)
     if raw and len(raw) != len(request.inputs):
         refuse([f"raw_input_contents has {len(raw)} tensors for {len(request.inputs)} inputs."])
-    for each in request.inputs:
-        tensor = {"name": each.name, "datatype": each.datatype, "shape": list(each.shape)}
-        if not raw and (field := _CONTENTS.get(each.datatype)):
-            tensor["data"] = list(getattr(each.contents, field))
+    for entry in request.inputs:
+        tensor = {"name": entry.name, "datatype": entry.datatype, "shape": list(entry.shape)}
+        if not raw and (field := _CONTENTS.get(entry.datatype)):
+            tensor["data"] = list(getattr(entry.contents, field))
         tensors.append(tensor)
-    views = (memoryview(each) for each in raw) if raw else (None for _ in tensors)
+    views = (memoryview(entry) for entry in raw) if raw else (None for _ in tensors)
     raws = {tensor["name"]: view for tensor, view in zip(tensors, views, strict=True)}
     inputs = open_inference.arrays_of(tensors, raws, model.inputs, faults)
     refuse(faults)

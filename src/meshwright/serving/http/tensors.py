@@ -95,7 +95,7 @@ def _unexpected(spec: TensorSpec, wrong: set[type]) -> str:
     if wrong & {list, dict}:
         what = "rows that differ in length or depth" if list in wrong else "an object"
         return f"input {spec.name!r}: expected {shape_text(spec)}; received {what}."
-    words = sorted(_WORDS.get(each, each.__name__) for each in wrong)
+    words = sorted(_WORDS.get(kind, kind.__name__) for kind in wrong)
     return f"input {spec.name!r}: expected {spec.dtype} values; received {', '.join(words)}."
 
 
@@ -138,7 +138,7 @@ def raw_array(
 def shape_fault(shape: tuple[int, ...], spec: TensorSpec) -> str:
     """What is wrong with a shape; nothing for one that fits."""
     fits = len(shape) == len(spec.shape) and all(
-        wanted in (None, size) for size, wanted in zip(shape, spec.shape, strict=True)
+        expected in (None, size) for size, expected in zip(shape, spec.shape, strict=True)
     )
     if not fits:
         return f"input {spec.name!r}: expected {shape_text(spec)}; received {list(shape)}."
@@ -157,19 +157,19 @@ def shape_text(spec: TensorSpec) -> str:
 
 def filled(spec: TensorSpec, rows: int, elements: int) -> tuple[int, ...] | None:
     """The shape of ``rows`` flat rows of ``elements`` each, where it is the one that fits."""
-    known = [size for size in spec.shape[1:] if size is not None]
-    unknown = len(spec.shape) - 1 - len(known)
-    if not unknown and math.prod(known) == elements:
-        return (rows, *known)
+    sizes = [size for size in spec.shape[1:] if size is not None]
+    unknown = len(spec.shape) - 1 - len(sizes)
+    if not unknown and math.prod(sizes) == elements:
+        return (rows, *sizes)
     return None
 
 
-def check_names(given: Mapping[str, Any], specs: Sequence[TensorSpec], faults: list[str]) -> None:
+def check_names(inputs: Mapping[str, Any], specs: Sequence[TensorSpec], faults: list[str]) -> None:
     """Faults for inputs that are missing or unknown."""
     names = [spec.name for spec in specs]
-    if unknown := [name for name in given if name not in names]:
+    if unknown := [name for name in inputs if name not in names]:
         faults.append(f"unknown input {_names(unknown)}. The model takes {_names(names)}.")
-    if missing := [name for name in names if name not in given]:
+    if missing := [name for name in names if name not in inputs]:
         faults.append(f"missing input {_names(missing)}. The model takes {_names(names)}.")
 
 

@@ -125,14 +125,14 @@ def _frame(
     """Columns by the names of the inputs; else all columns are the elements of the only input."""
     names = {spec.name for spec in specs}
     if names & set(columns) or len(specs) > 1:
-        given = {name: [row[at] for row in data] for at, name in enumerate(columns)}
-        if len(given) < len(columns):
+        columns_by_name = {name: [row[at] for row in data] for at, name in enumerate(columns)}
+        if len(columns_by_name) < len(columns):
             faults.append("a column is named twice.")
-        check_names(given, specs, faults)
+        check_names(columns_by_name, specs, faults)
         arrays = {
-            spec.name: array_of(given[spec.name], spec, faults, flat=True)
+            spec.name: array_of(columns_by_name[spec.name], spec, faults, flat=True)
             for spec in specs
-            if spec.name in given
+            if spec.name in columns_by_name
         }
         check_rows(arrays, faults)
         return arrays

@@ -69,14 +69,14 @@ def arrays_of(
     faults: list[str],
 ) -> dict[str, Any]:
     """The arrays of tensors: of ``name``, ``datatype``, ``shape`` and either ``data`` or bytes."""
-    given = {tensor["name"]: tensor for tensor in tensors}
-    if len(given) < len(tensors):
+    by_name = {tensor["name"]: tensor for tensor in tensors}
+    if len(by_name) < len(tensors):
         faults.append("an input is named twice.")
-    check_names(given, specs, faults)
+    check_names(by_name, specs, faults)
     inputs = {
-        spec.name: _array(given[spec.name], raws[spec.name], spec, faults)
+        spec.name: _array(by_name[spec.name], raws[spec.name], spec, faults)
         for spec in specs
-        if spec.name in given
+        if spec.name in by_name
     }
     check_rows(inputs, faults)
     return inputs
@@ -194,14 +194,14 @@ def _outputs(
     if not head.get("outputs"):
         return {}
     otherwise = parameters.get("binary_data_output") is True
-    wanted = {}
+    result = {}
     for output in _listed(head, "outputs", limits, faults):
         if isinstance(output, dict):
             more = _parameters(output, "an output", faults)
-            wanted[output.get("name")] = more.get("binary_data", otherwise) is True
+            result[output.get("name")] = more.get("binary_data", otherwise) is True
             if "classification" in more:
                 faults.append("classification of an output is not supported: read its values.")
-    return wanted
+    return result
 
 
 def _timeout_s(parameters: dict[str, Any], faults: list[str]) -> float | None:
@@ -218,9 +218,9 @@ def _timeout_s(parameters: dict[str, Any], faults: list[str]) -> float | None:
 def write(request: Request, answer: Answer, model: str) -> Reply:
     """An answer; raises RequestError for outputs that the model does not have."""
     check_outputs(request.outputs, answer)
-    wanted = request.outputs or dict.fromkeys(answer.outputs, request.form == "binary")
+    outputs = request.outputs or dict.fromkeys(answer.outputs, request.form == "binary")
     tensors, raws = [], []
-    for name, binary in wanted.items():
+    for name, binary in outputs.items():
         array = np.ascontiguousarray(answer.outputs[name])
         tensor: dict[str, Any] = {
             "name": name,
