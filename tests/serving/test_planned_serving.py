@@ -194,7 +194,7 @@ def test_the_commands_plan_and_serve_by_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from meshwright.cli import main
-    from meshwright.commands.serving import Asked, server_for
+    from meshwright.commands.serving import ServeOptions, server_for
 
     monkeypatch.chdir(tmp_path)
     Path("planned.py").write_text(BUILD)
@@ -213,4 +213,6 @@ def test_the_commands_plan_and_serve_by_a_file(
         assert said in result.output
     dense(8).save("small.keras")
     with pytest.raises(mw.ServingError, match="leave --mesh out"):
-        server_for(Asked(Path("small.keras"), plan=Path("serve.json"), mesh=mw.Mesh({"a": 1})))
+        server_for(
+            ServeOptions(Path("small.keras"), plan=Path("serve.json"), mesh=mw.Mesh({"a": 1}))
+        )

@@ -15,7 +15,7 @@ from http_calls import Call
 import meshwright as mw
 from meshwright.commands.beside import models_beside
 from meshwright.commands.serve import options_of
-from meshwright.commands.serving import Asked, server_for
+from meshwright.commands.serving import ServeOptions, server_for
 
 ROW = {"x": np.ones([1, 2], "float32")}
 
@@ -32,8 +32,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def asked(*words: str) -> Asked:
-    return Asked(**options_of(words))
+def asked(*words: str) -> ServeOptions:
+    return ServeOptions(**options_of(words))
 
 
 def test_a_file_names_versions_and_models_with_their_parts_of_the_traffic(folder: Path) -> None:
@@ -74,7 +74,7 @@ def test_an_entry_takes_what_it_does_not_say_from_the_command(folder: Path) -> N
     words = ["sums.keras", "--finite", "--buckets", "1,8", "--reload", "5"]
     entry = "run=newer.keras,version=2,share=0.1,mesh=batch=2,precision=bfloat16"
     (beside,) = models_beside(asked(*words, "--beside", entry))
-    own = beside.asked
+    own = beside.options
     assert (own.source, own.name, own.version) == (Path("newer.keras"), "sums", "2")
     assert (own.finite, own.buckets, own.reload, own.precision) == (True, (1, 8), 5.0, "bfloat16")
     assert own.mesh is not None

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.commands.serve import asked_of
-from meshwright.commands.serving import Asked, server_for
+from meshwright.commands.serve import options_of
+from meshwright.commands.serving import ServeOptions, server_for
 from meshwright.launch.local import LocalCluster
 from meshwright.ps.wire.message import Message
 from meshwright.ps.worker.updates import Update
@@ -109,7 +109,9 @@ def test_answers_after_each_delta_are_those_of_the_whole_model(shop: Shop) -> No
 def test_the_command_serves_a_folder_of_exports(shop: Shop) -> None:
     shop.exporter.export()
     words = [str(shop.folder), "--model", "test_served_deltas:build", "--follow", "0.05"]
-    with server_for(Asked(**asked_of([*words, "--name", "shop", "--buckets", "8"]))) as server:
+    with server_for(
+        ServeOptions(**options_of([*words, "--name", "shop", "--buckets", "8"]))
+    ) as server:
         shop.train([0, 1])
         shop.exporter.export()
         limit = time.monotonic() + 20
@@ -129,7 +131,7 @@ def test_keys_that_are_gone_get_their_first_rows_again(shop: Shop) -> None:
     gone = Message("load", {"tables": [table.shards[0].name]}, (keys, values))
     with served(shop) as server:
         before = server.answer(X).outputs["out"]
-        shop.exporter._live.asked(lambda servers: servers.ask(0, gone))
+        shop.exporter._live.ask(lambda servers: servers.ask(0, gone))
         delta = shop.exporter.export()
         assert (delta.kind, delta.removed) == ("delta", 1000)
         assert server.model("shop").reload()
@@ -241,7 +243,7 @@ def test_after_a_server_is_killed_comes_a_full_export(tmp_path: Path) -> None:
 
             def push(value: float) -> None:
                 values = np.full([2, DIM], value, "float32")
-                exporter._live.asked(
+                exporter._live.ask(
                     lambda servers: servers.push([Update(table, "rows_assign", (keys, values))])
                 )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.commands.serving import Asked, server_for
+from meshwright.commands.serving import ServeOptions, server_for
 
 ROWS = np.random.default_rng(0).normal(size=[6, 8]).astype("float32")
 
@@ -68,7 +68,9 @@ def test_the_command_takes_a_builder_of_the_model_alone_and_a_mesh_of_some_devic
 ) -> None:
     model, _, run = trained
     layouts = {pattern: mw.Layout(specs) for pattern, specs in LAYOUTS.items()}
-    asked = Asked(Path(run), f"{__name__}:build", mw.Mesh({"model": 2}), layouts, buckets=(8,))
+    asked = ServeOptions(
+        Path(run), f"{__name__}:build", mw.Mesh({"model": 2}), layouts, buckets=(8,)
+    )
     with server_for(asked) as server:
         (name,) = server.names()
         answer = server.answer({"input": ROWS})

@@ -162,14 +162,14 @@ class DeltaExporter:
         return Export(self.directory / folder_name(number, base), number, base)
 
     def _restarts(self) -> Any:
-        return self._live.names(lambda servers: servers.restarts())
+        return self._live.ask(lambda servers: servers.restarts())
 
     def _changed(self, since: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """What changed in each shard of each table."""
         from ..ps.shared.changing import changed_rows
 
         return {
-            name: self._live.names(lambda s, spec=spec: changed_rows(s, spec, since))
+            name: self._live.ask(lambda s, spec=spec: changed_rows(s, spec, since))
             for name, spec in self._live.tables.items()
         }
 

@@ -329,7 +329,7 @@ class OnServers:
     def values(self) -> TrainState:
         """Parameters and state; seeds are the model's own. Raises :class:`NotReadyError`."""
         params, state = (
-            dict(zip(specs, self.names(lambda s, of=specs: s.read(list(of.values()))), strict=True))
+            dict(zip(specs, self.ask(lambda s, of=specs: s.read(list(of.values()))), strict=True))
             for specs in self._specs
         )
         seeds = {path: np.asarray(variable.value) for path, variable in self._seeds.items()}
@@ -337,7 +337,7 @@ class OnServers:
 
     def lookup(self, table: str, ids: np.ndarray) -> np.ndarray:
         """The rows of these ids. Raises :class:`NotReadyError` where a server does not answer."""
-        return self.names(lambda servers: servers.lookup(self._tables[table], ids))
+        return self.ask(lambda servers: servers.lookup(self._tables[table], ids))
 
     def close(self) -> None:
         """End the connections to the servers."""
@@ -348,7 +348,7 @@ class OnServers:
         """Where each table lies on the servers."""
         return dict(self._tables)
 
-    def names(self, do: Callable[[Any], Any]) -> Any:
+    def ask(self, do: Callable[[Any], Any]) -> Any:
         """What ``do`` asks of the servers. Raises :class:`NotReadyError`."""
         try:
             with self._lock:
