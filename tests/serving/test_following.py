@@ -277,6 +277,9 @@ def test_versions_share_the_traffic_and_are_compared(
         assert server.model("f", "2").version == "2"
         with pytest.raises(mw.UnknownModelError, match="no version '3'; it has 1, 2"):
             server.model("f", "3")
+        models = [server.model("f") for _ in range(8)]  # some of them are compared
+        assert [model.status().version for model in models].count("2") == 2
+        assert all(callable(model.reload) for model in models)
         canary.close()  # as one that fails: its share goes to the other
         assert {server.answer(ASKED).version for _ in range(8)} == {"1"}
         assert not server.ready

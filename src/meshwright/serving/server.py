@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import ModelError, NotReadyError, UnknownModelError
 from ..planning.cache import folder
 from ..planning.search.plan import Plan
-from .api import Answer, ServedModel
+from .api import Answer
 from .model import LoadedModel
 from .options import ServeOptions
 from .processes import Followers, follow
@@ -165,7 +165,7 @@ class Server:
         """The versions of a model, the one with most of the traffic first."""
         return self._of(name).names()
 
-    def model(self, name: str, version: str | None = None) -> ServedModel:
+    def model(self, name: str, version: str | None = None) -> LoadedModel:
         """A version of a model; without ``version``, the one that the next request falls to.
 
         Raises :class:`~meshwright.UnknownModelError`.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import MeshwrightError, ModelError, UnknownModelError
-from .api import Answer, ModelStatus, ServedModel, TensorSpec
+from .api import Answer
 from .model import LoadedModel
 
 
@@ -71,7 +71,7 @@ class Versions:
         ordered = sorted(self._versions, key=lambda version: -version.share)
         return tuple(version.model.version for version in ordered)
 
-    def model(self, version: str | None = None) -> ServedModel:
+    def model(self, version: str | None = None) -> LoadedModel:
         """The version of this name, or the one that the next request falls to."""
         if version is None:
             return self.chosen()
@@ -126,20 +126,8 @@ class _Compared:
         self._model, self._others, self._note = model, others, note
         self._tasks: set[Any] = set()
 
-    name = property(lambda self: self._model.name)
-    version = property(lambda self: self._model.version)
-    ready = property(lambda self: self._model.ready)
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._model.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._model.outputs
-
-    def status(self) -> ModelStatus:
-        return self._model.status()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)  # all else is as of that version
 
     async def predict(
         self, inputs: Mapping[str, np.ndarray], *, timeout_s: float | None = None
