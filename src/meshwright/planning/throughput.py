@@ -36,8 +36,8 @@ def step_input(batch: Any, micro_batches: int) -> StepInput | None:
     Tokens are the elements of the first array, where that holds integers in two dims.
 
     >>> import jax
-    >>> fed((jax.ShapeDtypeStruct((8, 512), "int32"), jax.ShapeDtypeStruct((8,), "int32")), 4)
-    Fed(rows=32, tokens=16384)
+    >>> step_input(jax.ShapeDtypeStruct((8, 512), "int32"), 4)
+    StepInput(rows=32, tokens=16384)
     """
     import jax
     import numpy as np
@@ -64,7 +64,7 @@ def price(
     Raises :class:`~meshwright.DataError` for a price below zero, and where the time of a step is
     not known.
 
-    >>> price(3.6, 10, 0.5, Fed(rows=5000)).per_million_samples
+    >>> price(3.6, 10, 0.5, StepInput(rows=5000)).per_million_samples
     1.0
     """
     if not per_device_hour >= 0:
