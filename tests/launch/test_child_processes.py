@@ -87,7 +87,7 @@ def test_a_program_that_knows_nothing_of_this_is_tied_as_well():
     with os.fdopen(child.output) as output:
         assert int(output.readline()) == child.pid
     os.close(child._lifeline)  # as when this process ends
-    processes._held.discard(child._lifeline)
+    processes._shared_descriptors.discard(child._lifeline)
     assert within(5, all_gone([child.pid]))
     child._lifeline = os.open(os.devnull, os.O_RDONLY)
     assert child.poll() == -signal.SIGKILL
@@ -102,7 +102,7 @@ def test_a_program_that_closes_what_it_inherits_is_tied_as_well(then, ends_with)
         pid = int(output.readline())
     if not then:
         os.close(child._lifeline)  # as when this process ends
-        processes._held.discard(child._lifeline)
+        processes._shared_descriptors.discard(child._lifeline)
         assert within(5, all_gone([pid]))
         child._lifeline = os.open(os.devnull, os.O_RDONLY)
     assert within(10, lambda: child.poll() == ends_with)
@@ -112,7 +112,7 @@ def test_a_thread_does_it_where_the_kernel_does_not():
     without = "from meshwright.launch import tie; tie._by_signal = lambda *_: False\n"
     child, pids = started(without + task())
     os.close(child._lifeline)
-    processes._held.discard(child._lifeline)
+    processes._shared_descriptors.discard(child._lifeline)
     assert within(5, all_gone(pids))
     child._lifeline = os.open(os.devnull, os.O_RDONLY)
     assert child.poll() == -signal.SIGKILL
@@ -121,7 +121,7 @@ def test_a_thread_does_it_where_the_kernel_does_not():
 def test_a_task_that_ties_itself_too_late_ends_then():
     child = Child(own_module(["-c", "import time; time.sleep(0.5)\n" + task()], {}))
     os.close(child._lifeline)  # as when this process ends before the task has come so far
-    processes._held.discard(child._lifeline)
+    processes._shared_descriptors.discard(child._lifeline)
     with os.fdopen(child.output) as output:
         assert output.read() == ""
     child._lifeline = os.open(os.devnull, os.O_RDONLY)
