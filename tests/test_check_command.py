@@ -73,10 +73,10 @@ def test_check_makes_the_devices_that_its_meshes_need(job):
         except SystemExit as end:
             print("ended with", end.code)
         """
-    told = run_in_fresh_process(code)
-    assert "program: 5 steps in float64 on one device" in told
-    assert "batch=16: equal to one device" in told
-    assert told.endswith("ended with 0\n")
+    output = run_in_fresh_process(code)
+    assert "program: 5 steps in float64 on one device" in output
+    assert "batch=16: equal to one device" in output
+    assert output.endswith("ended with 0\n")
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ def build(outputs: int = 1) -> keras.Model:
     return model
 
 
+def plain() -> keras.Model:
+    return keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+
+
 def rows(items: Any, user: int = 3) -> dict[str, np.ndarray]:
     items = np.asarray(items)
     return {"user": np.full(len(items), user, "int32"), "item": items + FAR}
@@ -224,9 +228,15 @@ def test_old_exports_are_removed_and_a_new_exporter_begins_with_a_full_one(tmp_p
     with pytest.raises(mw.CheckpointError, match="One DeltaExporter at a time writes"):
         shop.exporter.export()
     with pytest.raises(mw.ModelError, match="expected a model with tables on parameter servers"):
-        mw.DeltaExporter(keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]), shop.strategy,
-                         tmp_path)  # fmt: skip
+        mw.DeltaExporter(plain(), shop.strategy, tmp_path)
     shop.strategy.close()
+
+
+def test_a_model_without_tables_is_not_served_from_exports(tmp_path: Path) -> None:
+    (tmp_path / "full_00000001").mkdir()
+    server = mw.Server(build=plain, checkpoint=tmp_path, name="plain")
+    with pytest.raises(mw.ModelError, match="'plain': the model has no tables on parameter serv"):
+        server.load()
 
 
 def test_after_a_server_is_killed_comes_a_full_export(tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ def leaving_sigterm() -> Iterator[None]:
     from jax._src import distributed
 
     name = "jax_enable_preemption_service"
-    wanted = getattr(jax.config, name)
+    enabled = getattr(jax.config, name)
     jax.config.update(name, False)
     try:
         yield
     finally:
-        jax.config.update(name, wanted)
-    if wanted:
+        jax.config.update(name, enabled)
+    if enabled:
         distributed.global_state.preemption_sync_manager = _OnDemand(distributed.global_state)
 
 

@@ -112,17 +112,17 @@ class DeltaExporter:
         restarts = self._restarts()
         self._write(export, changed)
         self._last = export
-        shards = {name: each for own in changed.values() for name, each in own.items()}
+        shards = dict(shard for own in changed.values() for shard in own.items())
         # Of a server that was started again meanwhile, rows are older than its marks.
         is_same = restarts == self._restarts()
-        self._since = {name: each.until for name, each in shards.items()} if is_same else {}
+        self._since = {name: shard.until for name, shard in shards.items()} if is_same else {}
         self._remove_old()
         return Exported(
             export.path,
             export.number,
             export.kind,
-            sum(len(each.rows) for each in shards.values()),
-            sum(len(each.removed) for each in shards.values()),
+            sum(len(shard.rows) for shard in shards.values()),
+            sum(len(shard.removed) for shard in shards.values()),
             sum(path.stat().st_size for path in export.path.rglob("*") if path.is_file()),
             time.perf_counter() - begin_s,
         )
@@ -139,7 +139,7 @@ class DeltaExporter:
 
     def _next(self, full: bool) -> tuple[Export, dict[str, dict[str, Any]]]:
         """The export to write, and what has changed in each shard of each table."""
-        last, there = self._last, {each.number: each for each in exports_in(self.directory)}
+        last, there = self._last, {export.number: export for export in exports_in(self.directory)}
         newest = max(there, default=0)
         if last is not None and newest > last.number:
             raise CheckpointError(
@@ -149,7 +149,7 @@ class DeltaExporter:
         number = max(newest, last.number if last else 0) + 1
         if not full and last is not None and self._may_go_on(last, there):
             changed = self._changed(self._since)
-            if not any(each.is_all for own in changed.values() for each in own.values()):
+            if not any(shard.is_all for own in changed.values() for shard in own.values()):
                 return self._named(number, last.base), changed
         return self._named(number, number), self._changed({})
 
@@ -178,15 +178,15 @@ class DeltaExporter:
 
         aside = self.directory / f".{export.path.name}.{uuid.uuid4().hex[:8]}"
         removed = {
-            name: np.sort(np.concatenate([each.removed for each in own.values()]))
+            name: np.sort(np.concatenate([shard.removed for shard in own.values()]))
             for name, own in changed.items()
         }
         try:
             aside.mkdir(parents=True)
             write_weights(aside, self._weights())
             write_rows(aside, self._live.tables, lambda n: self._pieces(n, changed[n]), removed)
-            said = {"kind": export.kind, "number": export.number, "base": export.base}
-            about = {**said, "model": self._source.name, "files": sums_of(aside)}
+            identity = {"kind": export.kind, "number": export.number, "base": export.base}
+            about = {**identity, "model": self._source.name, "files": sums_of(aside)}
             (aside / ABOUT).write_text(json.dumps(about), encoding="utf-8")
             aside.rename(export.path)
         except OSError as error:
@@ -210,9 +210,9 @@ class DeltaExporter:
         spec = self._live.tables[table]
         row_bytes = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape[1:]))
         step = max(1, _PIECE_BYTES // max(1, row_bytes))
-        for each in changed.values():
-            for start in range(0, len(each.rows), step):
-                ids = each.rows[start : start + step]
+        for shard in changed.values():
+            for start in range(0, len(shard.rows), step):
+                ids = shard.rows[start : start + step]
                 yield ids, self._live.lookup(table, ids)
 
     def _remove_old(self) -> None:

@@ -54,21 +54,21 @@ def folder_name(number: int, base: int) -> str:
 
 def exports_in(directory: Path) -> tuple[Export, ...]:
     """All exports of a folder, by their numbers."""
-    found = []
+    result = []
     for path in directory.glob("*_[0-9]*"):
         kind, *numbers = path.name.replace("_of_", "_").split("_")
         if not all(number.isdecimal() for number in numbers):
             continue
         if (kind, len(numbers)) == ("full", 1):
-            found.append(Export(path, int(numbers[0]), int(numbers[0])))
+            result.append(Export(path, int(numbers[0]), int(numbers[0])))
         elif (kind, len(numbers)) == ("delta", 2):
-            found.append(Export(path, int(numbers[0]), int(numbers[1])))
-    return tuple(sorted(found, key=lambda each: each.number))
+            result.append(Export(path, int(numbers[0]), int(numbers[1])))
+    return tuple(sorted(result, key=lambda export: export.number))
 
 
 def fulls_in(directory: Path) -> tuple[Export, ...]:
     """The full exports of a folder, the newest first."""
-    return tuple(each for each in reversed(exports_in(directory)) if each.kind == "full")
+    return tuple(export for export in reversed(exports_in(directory)) if export.kind == "full")
 
 
 def next_after(directory: Path, present: Export) -> Export | None:
@@ -76,8 +76,8 @@ def next_after(directory: Path, present: Export) -> Export | None:
 
     Raises :class:`~meshwright.CheckpointError` where a delta is missing.
     """
-    later = [each for each in exports_in(directory) if each.number > present.number]
-    fulls = [each for each in later if each.kind == "full"]
+    later = [export for export in exports_in(directory) if export.number > present.number]
+    fulls = [export for export in later if export.kind == "full"]
     if fulls:
         return fulls[-1]
     if later and (later[0].number, later[0].base) != (present.number + 1, present.base):
@@ -99,7 +99,7 @@ def about_of(export: Export) -> Mapping[str, Any]:
     """
     try:
         about = json.loads((export.path / ABOUT).read_text(encoding="utf-8"))
-        said = (about["kind"], about["number"], about["base"])
+        identity = (about["kind"], about["number"], about["base"])
         files = dict(about["files"])
         wrong = [name for name in files if _sum_of(export.path / name) != tuple(files[name])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -111,10 +111,10 @@ def about_of(export: Export) -> Mapping[str, Any]:
             f"{export.path} is damaged: {', '.join(wrong)} differ from what {ABOUT} says of them. "
             "It is not served."
         )
-    if said != (export.kind, export.number, export.base):
+    if identity != (export.kind, export.number, export.base):
         raise CheckpointError(
-            f"{export.path} says that it is {said[0]} export {said[1]} of full export {said[2]}; "
-            "its folder was renamed. It is not served."
+            f"{export.path} is named {export} of full export {export.base}, and its {ABOUT} says "
+            f"{identity[0]} export {identity[1]} of full export {identity[2]}. It is not served."
         )
     return about
 

@@ -220,13 +220,7 @@ class Keeper:
 
     def _first_export(self, directory: Path) -> Weights:
         """The newest full export that can be served, and what can be served of its deltas."""
-        import jax
-
-        if jax.process_count() > 1 or self.source.tables is None or self.source.stages is not None:
-            raise ModelError(
-                f"{directory} has exports of a model with tables, which one process serves without "
-                f"stages. Serve model {self.source.name!r} from its checkpoints."
-            )
+        self._check_serves_exports(directory)
         failure: Exception = CheckpointError(f"{directory} has deltas, and no full export.")
         for number, export in enumerate(fulls_in(directory)):
             try:
@@ -245,6 +239,23 @@ class Keeper:
                 self._later_exports(directory)
             return self.weights
         raise failure
+
+    def _check_serves_exports(self, directory: Path) -> None:
+        import jax
+
+        faults = []
+        if self.source.tables is None:
+            faults.append("the model has no tables on parameter servers (mw.ps.Embedding)")
+        if self.source.stages is not None:
+            faults.append("stages are not supported")
+        if (count := jax.process_count()) > 1:
+            faults.append(f"they are served by one process, and this group has {count}")
+        if faults:
+            raise ModelError(
+                f"the exports in {directory} cannot be served as model {self.source.name!r}: "
+                f"{'; '.join(faults)}. Serve the model that was exported, by one process without "
+                "stages, or serve a folder of checkpoints."
+            )
 
     def _later_exports(self, directory: Path) -> bool:
         """Serve each export after the present one in turn; whether there was one."""

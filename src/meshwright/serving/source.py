@@ -303,6 +303,7 @@ def _by_stages(
 
 def _built(build: Callable[[], Any], example: Any) -> tuple[Any, Any]:
     """What a builder returns: a model, ``(model, batch, ...)`` or a case; built as shapes only."""
+    from .. import _compat
     from ..frontends.keras.abstract import abstract
 
     with abstract():
@@ -312,7 +313,8 @@ def _built(build: Callable[[], Any], example: Any) -> tuple[Any, Any]:
     model, batch, *_ = built
     if example is None and batch is not None and not isinstance(model, Program):
         batch = batch[0] if isinstance(batch, list) else batch
-        example = batch[0] if isinstance(batch, tuple) and not _has_inputs(model) else None
+        is_subclassed = _compat.input_tensors(model) is None
+        example = batch[0] if isinstance(batch, tuple) and is_subclassed else None
     return model, example
 
 
@@ -322,12 +324,6 @@ def _built_again(build: Callable[[], Any], before: Any) -> Any:
 
     model, _ = _built(build, None)
     return fresh_copy(before)() if model is before else model
-
-
-def _has_inputs(model: Any) -> bool:
-    from .. import _compat
-
-    return _compat.input_tensors(model) is not None
 
 
 def _of_keras(

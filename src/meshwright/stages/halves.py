@@ -111,16 +111,16 @@ class _Equations:
         self, outputs: Sequence[Any], inputs: Sequence[Var], values: Sequence[Any]
     ) -> list[Any]:
         """The values of variables, from those that are given."""
-        known = {**self._constants, **dict(zip(inputs, values, strict=True))}
-        for number in self._slice(outputs, known):
+        value_of = {**self._constants, **dict(zip(inputs, values, strict=True))}
+        for number in self._slice(outputs, value_of):
             eqn = self._eqns[number]
-            read = [_value(known, atom) for atom in eqn.invars]
-            known |= {
+            read = [_value(value_of, atom) for atom in eqn.invars]
+            value_of |= {
                 var: value
                 for var, value in zip(eqn.outvars, _compat.evaluate(eqn, read), strict=True)
-                if var not in known
+                if var not in value_of
             }
-        return [_value(known, atom) for atom in outputs]
+        return [_value(value_of, atom) for atom in outputs]
 
     def costly(self, outputs: Iterable[Any]) -> list[Var]:
         """The variables that others are cheaply computed from, beside the arguments."""

@@ -378,13 +378,13 @@ class Functions:
         return [traced.loss, *traced.metrics.values(), *traced.logs.values()]
 
     @functools.cached_property
-    def met(self) -> tuple[Var, ...]:
+    def metric_inputs(self) -> tuple[Var, ...]:
         """What metrics and logs need of a micro-batch, whatever came before it."""
         traced = self.blocks.traced
         late = {var for var, (part, _) in traced.arguments.items() if part == "metrics"}
-        wanted = [*traced.metrics.values(), *traced.logs.values()]
-        read = dict.fromkeys(variables(wanted))
-        for number in self._slice(wanted, self.leaves):
+        outputs = [*traced.metrics.values(), *traced.logs.values()]
+        read = dict.fromkeys(variables(outputs))
+        for number in self._slice(outputs, self.leaves):
             eqn = self._jaxpr.eqns[number]
             if late.intersection(variables(eqn.invars)):
                 late.update(eqn.outvars)
@@ -395,11 +395,11 @@ class Functions:
     @property
     def measures_little(self) -> bool:
         """Whether metrics and logs need less of a micro-batch than what its last block makes."""
-        met, made = (
+        metric_inputs, made = (
             sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in of)
-            for of in (self.met, self.leaves)
+            for of in (self.metric_inputs, self.leaves)
         )
-        return met <= made
+        return metric_inputs <= made
 
     @functools.cached_property
     def flops(self) -> tuple[float, float, float]:

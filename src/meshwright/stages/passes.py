@@ -107,8 +107,8 @@ class Passes:
 
     def at_loss(self, y: list[Any], results: dict[str, Any], micro: Any) -> Any:
         """Gradients, metrics and logs with those of a micro-batch, and the gradient of ``y``."""
-        gradient, grads, met = self.at_own_loss(y, results["grads_after"], micro)
-        metrics, logs = self._measured(results["metrics"], results["logs"], met, micro)
+        gradient, grads, metric_inputs = self.at_own_loss(y, results["grads_after"], micro)
+        metrics, logs = self._measured(results["metrics"], results["logs"], metric_inputs, micro)
         return {**results, "grads_after": grads, "metrics": metrics, "logs": logs}, gradient
 
     def at_own_loss(
@@ -123,28 +123,32 @@ class Passes:
         def tail(params: Arrays, y: list[Any]) -> Any:
             values = self._values_known(params, micro, self.rest)
             values |= dict(zip(functions.leaves, y, strict=True))
-            loss, *met = functions.evaluate([self._setting.traced.loss, *functions.met], values)
-            return loss, met
+            loss, *metric_inputs = functions.evaluate(
+                [self._setting.traced.loss, *functions.metric_inputs], values
+            )
+            return loss, metric_inputs
 
-        loss, pull, met = jax.vjp(tail, self.after, y, has_aux=True)
+        loss, pull, metric_inputs = jax.vjp(tail, self.after, y, has_aux=True)
         share = self._share if self._setting.takes_mean else 1.0
         params, gradient = pull(jax.numpy.asarray(share, loss.dtype))
-        return gradient, _added(grads, params), met
+        return gradient, _added(grads, params), metric_inputs
 
     def _measured(
-        self, metrics: Arrays, logs: Arrays, met: list[Any], micro: Any
+        self, metrics: Arrays, logs: Arrays, metric_inputs: list[Any], micro: Any
     ) -> tuple[Arrays, Arrays]:
         """Metrics and logs with those of a micro-batch."""
         traced, functions = self._setting.traced, self._functions
-        known = self._values_known(self.after, micro, self.rest._replace(metrics=metrics))
-        known |= dict(zip(functions.met, met, strict=True))
-        more = functions.evaluate([*traced.metrics.values(), *traced.logs.values()], known)
+        values = self._values_known(self.after, micro, self.rest._replace(metrics=metrics))
+        values |= dict(zip(functions.metric_inputs, metric_inputs, strict=True))
+        more = functions.evaluate([*traced.metrics.values(), *traced.logs.values()], values)
         new = dict(zip(traced.logs, more[len(traced.metrics) :], strict=True))
         if self._setting.logs_of_one:
             new = {path: before + self._share * new[path] for path, before in logs.items()}
         return dict(zip(traced.metrics, more, strict=False)), new
 
-    def measured(self, metrics: Arrays, logs: Arrays, met: list[Any]) -> tuple[Arrays, Arrays]:
+    def measured(
+        self, metrics: Arrays, logs: Arrays, metric_inputs: list[Any]
+    ) -> tuple[Arrays, Arrays]:
         """The same of all micro-batches, in their order: of each one what :meth:`at_own_loss` gave,
         as arrays with a dim of a stage's micro-batches in front."""
         import jax
@@ -156,11 +160,11 @@ class Passes:
             return every.reshape(-1, *every.shape[2:])
 
         def one(so_far: tuple[Arrays, Arrays], at: Any) -> tuple[tuple[Arrays, Arrays], None]:
-            micro, met = at
-            return self._measured(*so_far, met, micro), None
+            micro, metric_inputs = at
+            return self._measured(*so_far, metric_inputs, micro), None
 
         count = self._setting.plan.table.micro_batches
-        every = jnp.arange(count), list(map(in_order, met))
+        every = jnp.arange(count), list(map(in_order, metric_inputs))
         return jax.lax.scan(one, (metrics, logs), every)[0]
 
     # A run of blocks

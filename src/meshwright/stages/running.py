@@ -167,6 +167,6 @@ class Runner:
             last, _ = jax.lax.scan(functools.partial(ticks.take, phase), last, part)
         metrics, logs = last.metrics, last.logs
         if setting.deal.shares_loss:
-            metrics, logs = passes.measured(metrics, logs, last.met)
+            metrics, logs = passes.measured(metrics, logs, last.metric_inputs)
         tops = last.grads_before, last.grads_after, metrics, logs
         return passes.joined(last.own_grads), *jax.tree.map(lambda value: value[None], tops)

@@ -26,7 +26,7 @@ class Carry(NamedTuple):
     metrics: Any
     logs: Any
     losses: Any = ()  # where all stages compute the loss: results, then their gradients
-    met: Any = ()  # what metrics need of each micro-batch of this stage
+    metric_inputs: Any = ()  # what metrics need of each micro-batch of this stage
     around: Any = ()  # a result on its way to the stage that computes its loss
     coming: Any = ()  # a gradient on its way from there to the last stage
 
@@ -88,9 +88,13 @@ class Ticks:
         at_loss = passes.at_own_loss
         shapes = jax.eval_shape(lambda: at_loss(self._nothing(), passes.after, 0)[2])
         count = table.micro_batches // table.stages
-        met = [jnp.zeros((count, *of.shape), of.dtype) for of in shapes]
+        metric_inputs = [jnp.zeros((count, *of.shape), of.dtype) for of in shapes]
         nothing = {"around": self._nothing(), "coming": self._nothing()}
-        return {"losses": buffers(self._setting.plan.loss_slots), "met": met, **nothing}
+        return {
+            "losses": buffers(self._setting.plan.loss_slots),
+            "metric_inputs": metric_inputs,
+            **nothing,
+        }
 
     def _nothing(self) -> list[Any]:
         import jax.numpy as jnp
@@ -183,15 +187,19 @@ class Ticks:
 
         def work() -> tuple[Any, ...]:
             at_loss = self._passes.at_own_loss
-            gradient, grads, met = at_loss(carry.around, carry.grads_after, row.loss)
+            gradient, grads, metric_inputs = at_loss(carry.around, carry.grads_after, row.loss)
             number = row.loss // self._table.stages
-            return _put(carry.losses, row.loss_slot, gradient), grads, _put(carry.met, number, met)
+            return (
+                _put(carry.losses, row.loss_slot, gradient),
+                grads,
+                _put(carry.metric_inputs, number, metric_inputs),
+            )
 
         rows = self._setting.plan.rows.loss[phase.first : phase.end]
         if (rows >= 0).any():  # in one tick all stages have one, so any may wait for all there
-            nothing = carry.losses, carry.grads_after, carry.met
-            losses, grads, met = jax.lax.cond(row.loss >= 0, work, lambda: nothing)
-            carry = carry._replace(losses=losses, grads_after=grads, met=met)
+            nothing = carry.losses, carry.grads_after, carry.metric_inputs
+            losses, grads, metric_inputs = jax.lax.cond(row.loss >= 0, work, lambda: nothing)
+            carry = carry._replace(losses=losses, grads_after=grads, metric_inputs=metric_inputs)
         if not phase.backward:
             return back, carry
         back, coming = _one_after_the_other((back, carry.coming))

@@ -69,10 +69,10 @@ class Cut:
 
     def deal(self, stages: int, pipeline: Pipeline, skips: bool) -> Deal:
         """The blocks of each run, as a step has them."""
-        known = self.count, stages, pipeline.repeats, self.flops, skips
+        model = self.count, stages, pipeline.repeats, self.flops, skips
         if self.may_share_loss and pipeline.schedule != "zero_bubble":
-            return Deal.fastest(*known, pipeline.micro_batches)
-        return Deal.best(*known)
+            return Deal.fastest(*model, pipeline.micro_batches)
+        return Deal.best(*model)
 
 
 def pipelines(cut: Cut, request: Request, limit_s: float) -> list[Found]:

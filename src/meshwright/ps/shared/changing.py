@@ -40,8 +40,8 @@ def changed_rows(
     changed = {}
     for shard in spec.shards:
         before = since.get(shard.name)
-        asked = {} if before is None else {"life": before.life, "mark": before.mark}
-        answer = servers.ask(shard.server, Message("changes", {"name": shard.name, **asked}))
+        head = {} if before is None else {"life": before.life, "mark": before.mark}
+        answer = servers.ask(shard.server, Message("changes", {"name": shard.name, **head}))
         until = Since(answer.head["life"], answer.head["mark"])
         is_all = not answer.head["known"]
         rows = _rows_of(spec, shard, answer.arrays[0], is_all)
