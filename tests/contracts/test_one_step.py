@@ -72,3 +72,29 @@ def test_a_model_of_another_strategy_on_the_same_mesh_is_laid_out_again() -> Non
     assert {str(v.layout.unbound()) for v in slots if v.shape == (4, 2)} == {"[unsharded, model]"}
     assert str(kernel.layout.unbound()) == "[unsharded, model]"
     assert kernel.value.sharding.is_equivalent_to(kernel.layout.sharding, 2)
+
+
+class Counting(keras.layers.Layer):
+    """Counts how often Python trains it, which is when a step is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        self.calls += bool(training)
+        return x
+
+
+@pytest.mark.parametrize("inputs", [None, [None, "batch", None, None]], ids=["rows", "height"])
+def test_fit_traces_a_step_once(inputs: list[str | None] | None) -> None:
+    mesh = mw.create_mesh({"batch": 8})
+    strategy = mw.Sharded(mesh, inputs=inputs) if inputs else mw.Sharded(mesh, batch="batch")
+    with strategy.scope():
+        counting = Counting()
+        image, convolution = keras.Input([8, 8, 1]), keras.layers.Conv2D(1, 3, padding="same")
+        model = keras.Sequential([image, convolution, counting])
+        model.compile("sgd", "mse")
+    x = np.zeros([16, 8, 8, 1], "float32")
+    strategy.fit(model, x, x, batch_size=8, epochs=1, verbose=0)
+    assert counting.calls == 1

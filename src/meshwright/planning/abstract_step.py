@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
 from ..layouts.strict import inspect
@@ -82,14 +81,9 @@ def on_batch(steps: Assembly, batch: Batch, last: bool = False) -> AbstractStep:
 
     A ``last`` batch that does not divide is computed by every device in full.
     """
-    import jax
-
-    def array(value: Any, layout: Layout) -> Any:
-        dtype = jax.dtypes.canonicalize_dtype(_dtype(value))
-        return jax.ShapeDtypeStruct(value.shape, dtype, sharding=layout.sharding)
-
-    placed_batch = jax.tree.map(array, batch, steps.batch_layouts(batch, last))
-    (step_batch,) = steps.how.for_steps([placed_batch] * steps.how.batches)
+    (step_batch,) = steps.how.for_steps(
+        [steps.batch_layouts.abstract(batch, last)] * steps.how.batches
+    )
     return AbstractStep(
         steps.program, steps.placement, steps.how, steps.losses, steps.staged, batch=step_batch
     )
@@ -102,9 +96,3 @@ def unstaged(described: AbstractStep) -> AbstractStep:
     assert staged is not None
     program = replace(staged.whole, example=batch)
     return on_batch(assemble(program, described.placement, PLAIN), batch)
-
-
-def _dtype(value: Any) -> Any:
-    import numpy as np
-
-    return value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype

@@ -323,17 +323,24 @@ class Assembly:
     @functools.cached_property
     def train(self) -> Any:
         """The training step; it donates the state."""
-        return self._compiled(self.train_step)
+        return self._compiled(self._traced)
 
     @functools.cached_property
     def train_several(self) -> Any:
         """``(state, batches) -> (state, logs of the last step)``."""
-        return self._compiled(several(self.train_step))
+        return self._compiled(several(self._traced))
 
     @functools.cached_property
     def train_together(self) -> Any:
         """The same of stacked batches (:class:`~meshwright.step.steps_per_execution.Together`)."""
-        return self._compiled(together(self.train_step, self.how.for_steps))
+        return self._compiled(together(self._traced, self.how.for_steps))
+
+    @functools.cached_property
+    def _traced(self) -> Any:
+        """The training step where it is a part of another function; JAX keeps its trace."""
+        import jax
+
+        return jax.jit(self.train_step, inline=True)
 
     def _compiled(self, step: Callable[..., Any]) -> Any:
         import jax

@@ -42,6 +42,19 @@ class BatchLayouts:
             layouts = self._by(_whole_rows(self.placement), batch)
         return jax.tree.unflatten(jax.tree.structure(batch), layouts)
 
+    def abstract(self, batch: Batch, last: bool = True) -> Batch:
+        """Shapes, dtypes and shardings of a batch on the mesh, which may be one on the host.
+
+        A step that was traced for them is not traced again for the batch itself. Raises
+        :class:`~meshwright.BatchError` as a call does.
+        """
+        import jax
+
+        def array(value: Any, layout: Layout) -> Any:
+            return jax.ShapeDtypeStruct(value.shape, device_dtype(value), sharding=layout.sharding)
+
+        return jax.tree.map(array, batch, self(batch, last))
+
     def padded(self, batch: Batch, inputs_only: bool = True) -> list[tuple[bool, Layout]]:
         """Of each array of a padded batch, whether it has more rows, and how it lies."""
         spread, whole = self.for_any_rows(batch), self._by(_whole_rows(self.placement), batch)
@@ -76,6 +89,15 @@ class BatchLayouts:
             layout_of[label.kind](label.name, label.position, value.shape)
             for label, value in zip(labels, jax.tree.leaves(batch), strict=True)
         ]
+
+
+def device_dtype(value: Any) -> Any:
+    """The dtype that a host value has on devices."""
+    import jax
+    import numpy as np
+
+    dtype = getattr(value, "dtype", None)
+    return jax.dtypes.canonicalize_dtype(np.asarray(value).dtype if dtype is None else dtype)
 
 
 def _whole_rows(placement: Placement) -> Placement:

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import keras
-import numpy as np
 
 from ...data import Putter
 from ...errors import BatchError, LayoutError
 from ...layouts.layout import Layout
 from ...layouts.placement import Placement
 from ...program import Batch, Label, named_leaves
+from ...step.batches import device_dtype
 
 
 def putter(
@@ -62,12 +62,6 @@ def abstract(batch: Batch, without: int = 0) -> Batch:
         return jax.ShapeDtypeStruct(value.shape[without:], device_dtype(value))
 
     return jax.tree.map(one, batch)
-
-
-def device_dtype(value: Any) -> Any:
-    """The dtype that a host value has on devices."""
-    dtype = getattr(value, "dtype", None)
-    return jax.dtypes.canonicalize_dtype(np.asarray(value).dtype if dtype is None else dtype)
 
 
 def by_shape(placement: Placement, dims: tuple[int, ...]) -> Layout:

@@ -59,6 +59,7 @@ class Functions:
         """How many steps to take in one call when no callback looks between them."""
         if self.is_eager:
             return 1
+        batch = self.steps.batch_layouts.abstract(batch)  # else the first step is traced anew
         (batch,) = self.how.for_steps([batch] * self.how.batches)
         return AT_ONCE if is_short(self.train.trace(state, batch).jaxpr) else 1
 

@@ -12,8 +12,8 @@ import keras
 
 from ... import _compat
 from ...jaxprs.rows import RowsMixError, row_dims
+from ...step.batches import device_dtype
 from ...step.padding import Padded
-from .batches import device_dtype
 
 Kind = Literal["train", "test", "predict"]
 

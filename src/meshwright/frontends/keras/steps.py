@@ -184,7 +184,7 @@ class KerasSteps(Steps):
             agree("first step", lambda: self._facts(state, chunk))
         if isinstance(chunk, Together):
             state, logs = functions.train_together(state, chunk)
-            one = abstract(chunk.arrays, without=1)
+            one = self._one_of(chunk)
             (self._last_step,) = functions.how.for_steps([one] * functions.how.batches)
             self._backlog.add(logs)
             return state, logs
@@ -200,10 +200,14 @@ class KerasSteps(Steps):
         self._last_step = steps[-1]
         return state, logs
 
+    def _one_of(self, batches: Together) -> Any:
+        layouts = self.functions.steps.batch_layouts
+        return layouts.abstract(abstract(batches.arrays, without=1))
+
     def _facts(self, state: TrainState, chunk: list[Any] | Together) -> dict[str, str]:
         how, size = self.functions.how, chunk_size(chunk)
         if isinstance(chunk, Together):
-            chunk = [abstract(chunk.arrays, without=1)] * how.batches
+            chunk = [self._one_of(chunk)] * how.batches
         step = next(iter(how.for_steps(chunk)))
         return {
             "batches in one call (callbacks of batches make it fewer)": str(size),
