@@ -118,6 +118,25 @@ def test_fit_goes_on_from_memory_where_the_disk_has_no_checkpoint(tmp_path, monk
     assert visits == [6] * 192
 
 
+_DIES_BEFORE_IT_LOOKS = """
+import os, signal
+generation = int(os.environ["MESHWRIGHT_GENERATION"])
+if generation == 0:
+    import meshwright.launch.progress as progress
+    progress.saved(7)
+if generation < 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.alone
+def test_a_group_that_dies_before_it_reads_its_checkpoint_still_has_one(tmp_path, capfd):
+    (tmp_path / "dies.py").write_text(_DIES_BEFORE_IT_LOOKS)
+    options = GroupOptions(1, 1, max_restarts=2, agree=False, standby=False)
+    assert run_group([str(tmp_path / "dies.py")], options) == 0
+    assert capfd.readouterr().err.count("again from the checkpoint of step 7.") == 2
+
+
 @pytest.fixture
 def places(tmp_path: Path) -> Path:
     """A host discovery script, and the file with its answer."""

@@ -66,7 +66,7 @@ def run_here(arguments: Sequence[str], options: GroupOptions) -> End:
     """Run this host's part of a group, again as often as it may be; how the last one ended."""
     rule, began_s, failed_s = options.rule(), time.monotonic(), list[float]()
     with passing_on() as stopping, Ground(options, rule) as ground:
-        generation = 0
+        generation, saved = 0, -1
         while True:
             start = ground.start(generation, failures_text(failed_s, time.monotonic() - began_s))
             if start is None or stopping.number:
@@ -80,8 +80,8 @@ def run_here(arguments: Sequence[str], options: GroupOptions) -> End:
                 if end.why:
                     say(end.why)
                 return end
-            generation += 1
-            say(f"{end.why or 'The group'} is started again {_from(end.saved)}.")
+            generation, saved = generation + 1, max(saved, end.saved)  # it may end before it reads
+            say(f"{end.why or 'The group'} is started again {_from(saved)}.")
 
 
 def _from(saved: int) -> str:
