@@ -9,11 +9,12 @@ beside them; seconds of CPU are those of all threads.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
-import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +74,10 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(names: Iterable[str]) -> None:
     path = RESULTS / f"{NAME}.json"
     rows = json.loads(path.read_text()) if path.exists() else []
-    for name in sys.argv[1:] or PAIRS:
+    for name in names:
         row = measure(name)
         print(json.dumps(row, indent=2), flush=True)
         rows = [*(other for other in rows if other["pair"] != name), row]
@@ -84,4 +85,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PAIRS)}")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(PAIRS):
+        parser.error(f"unknown pair {min(unknown)!r}; expected one of {', '.join(PAIRS)}")
+    main(arguments.names or PAIRS)

@@ -9,10 +9,11 @@ slices take longer than a pipeline is idle; large batches, and one slice, are wh
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,10 +90,10 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(names: Iterable[str]) -> None:
     path = RESULTS / "pipeline_wins.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    for name in sys.argv[1:] or PAIRS:
+    for name in names:
         row = measure(name)
         print(json.dumps(row, indent=1), flush=True)
         rows = [*(other for other in rows if other["pair"] != name), row]
@@ -100,4 +101,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PAIRS)}")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(PAIRS):
+        parser.error(f"unknown pair {min(unknown)!r}; expected one of {', '.join(PAIRS)}")
+    main(arguments.names or PAIRS)

@@ -46,10 +46,10 @@ def named(loss: Any, init: Any, dims: dict[str, str], rows: dict[str, np.ndarray
     return mw.named_program(loss, init, KEEPS_GRADIENTS, batch=dims, example=rows), rows
 
 
-def transformer() -> Case:
+def transformer(**options: Any) -> Case:
     """That of the library, whose ``relu`` and products have gradients of their own."""
     dims = "length:4 vocab:8 d_model:8 d_ff:16 heads:2 d_kv:4 layers:2"
-    model = mn.models.Transformer(dims)
+    model = mn.models.Transformer(dims, **options)
     tokens = np.random.default_rng(0).integers(0, 8, [8, 4]).astype("int32")
     return named(
         lambda params, batch: model.loss(params, batch["tokens"]),
@@ -139,3 +139,19 @@ def test_a_transformer_trains_by_stages_under_rules(axes: dict[str, int], rules:
 def test_gradients_of_their_own_are_taken_in_the_mesh_of_a_stage() -> None:
     axes, rules = {"stage": 2, "model": 2}, "hidden:model;layers:stage"
     assert_those_of_one_device(reversible(), axes, rules, mw.Pipeline("stage", 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("axes", "rules", "schedule"),
+    [
+        ({"stage": 2}, "layers:stage", "1f1b"),
+        ({"stage": 2, "data": 2}, "batch:data;layers:stage", "zero_bubble"),
+        ({"stage": 2, "model": 2}, HEADS, "gpipe"),
+    ],
+)
+def test_a_bias_that_all_layers_share_has_the_gradients_of_all_stages(
+    axes: dict[str, int], rules: str, schedule: str
+) -> None:
+    case = transformer(positions="relative")
+    assert_those_of_one_device(case, axes, rules, mw.Pipeline("stage", 2, schedule))

@@ -4,58 +4,13 @@ from __future__ import annotations
 
 import re
 
-import jax.numpy as jnp
-import optax
 import pytest
-from models import shapes
+from compiled_blocks import HIDDEN, TOKENS, WIDTH, report
 from transfers import permutes
-
-import meshwright as mw
 
 pytestmark = [pytest.mark.targets, pytest.mark.full]
 
-WIDTH, HIDDEN, TOKENS = 256, 512, 256
 LARGE = 2048, 8192, 1024
-
-
-def loss(params, batch):
-    x = params["first"][batch]
-    for weights in params["blocks"]:
-        x = x + jnp.tanh(x @ weights["up"]) @ weights["down"]
-    return jnp.mean((x @ params["last"]) ** 2)
-
-
-def report(
-    mesh,
-    schedule,
-    micro_batches,
-    target,
-    layouts=None,
-    compile=True,
-    sizes=(WIDTH, HIDDEN, TOKENS),
-    rows_each=8,
-):
-    """A dry run of eight blocks with ``rows_each`` rows in every micro-batch of a device."""
-    width, hidden, tokens = sizes
-    block = {"up": shapes(width, hidden), "down": shapes(hidden, width)}
-    params = {
-        "first": shapes(width, width),
-        "blocks": [dict(block) for _ in range(8)],
-        "last": shapes(width, width),
-    }
-    rows = rows_each * mesh["data"] * micro_batches
-    strategy = mw.Sharded(
-        mw.Mesh(mesh),
-        layouts,
-        batch="data",
-        unmatched="replicate",
-        pipeline=mw.Pipeline("stage", micro_batches, schedule),
-    )
-    batch = shapes(rows, tokens, dtype="int32")
-    program = mw.jax_program(loss, params, optax.adam(1e-3))
-    return mw.dry_run(
-        program, batch, strategy=strategy, target=target, blocks="whole", compile=compile
-    )
 
 
 def assert_agree(modelled, compiled):

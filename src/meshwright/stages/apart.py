@@ -49,6 +49,7 @@ def _traced(blocks: Blocks) -> Any:
     functions, arguments = blocks.functions, blocks.traced.arguments
     by_name = {name: var for var, name in arguments.items()}
     own = [by_name[row[0]].aval for row in blocks.own]
+    own += [by_name["params", path].aval for path in functions.lent]
     shared = [*functions.constant, *functions.of_batch]
     x = [var.aval for var in functions.enters]
 

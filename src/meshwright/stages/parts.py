@@ -178,7 +178,8 @@ class Functions:
     """The parts of a loss as functions of values by variable.
 
     ``enters`` are the variables that the first block begins with, ``leaves`` those of the last one,
-    place by place; ``shared`` are read by every block alike.
+    place by place; ``shared`` are read by every block alike. ``lent`` are the paths of parameters
+    that every block reads, as a bias by distance: to :meth:`block` they come after its own.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -227,17 +228,18 @@ class Functions:
         self._results = tuple(self._body[at].outvars[result] for at, result in passed)
         last = run.start + (run.count - 1) * run.period
         self.leaves = tuple(self._jaxpr.eqns[last + at].outvars[result] for at, result in passed)
-        self.shared = tuple(shared)
         self._owned = owned
-        self._own_roots = tuple(row[1] for row in blocks._repeated.own)
-        self._prefix = self._prefixes()
+        self.shared, lent, in_each = self._lend(shared)
+        self.lent = tuple(blocks.traced.arguments[var][1] for var in lent)
+        self._own_roots = (*(row[1] for row in blocks._repeated.own), *lent)
+        self._prefix = [self._jaxpr.eqns[n] for n in sorted(self._prefixes() | in_each)]
         self._check()
 
     def _copy_of(self, var: Var) -> int | None:
         maker = self._maker.get(var)
         return None if maker is None else self._run.copy_of(maker[0])
 
-    def _prefixes(self) -> list[Any]:
+    def _prefixes(self) -> set[int]:
         """The equations outside of blocks that make something of one block's weights alone."""
         numbers: set[int] = set()
         for copies in self._owned.values():
@@ -249,7 +251,39 @@ class Functions:
                     "one pipeline."
                 )
             numbers.update(chains[1])
-        return [self._jaxpr.eqns[number] for number in sorted(numbers)]
+        return numbers
+
+    def _lend(self, shared: Iterable[Var]) -> tuple[tuple[Var, ...], tuple[Var, ...], set[int]]:
+        """What all blocks read alike but for parameters, these, and the equations outside of blocks
+        that make something of them, which every block computes itself."""
+        arguments, read, numbers = self.blocks.traced.arguments, dict[Var, None](), set[int]()
+        waiting = list(shared)[::-1]
+        while waiting:
+            var = waiting.pop()
+            if var in arguments or not self._depends(var, ("params",)):
+                read[var] = None
+            elif (number := self._maker[var][0]) not in numbers:
+                numbers.add(number)
+                waiting += variables(self._jaxpr.eqns[number].invars)[::-1]
+        lent = tuple(var for var in read if var in arguments and arguments[var][0] == "params")
+        self._check_lent(lent, numbers)
+        return tuple(var for var in read if var not in lent), lent, numbers
+
+    def _check_lent(self, lent: Sequence[Var], numbers: Iterable[int]) -> None:
+        """Refuse parameters of which every stage would hold and compute too much."""
+        if not lent:
+            return
+        makes = [var for number in numbers for var in self._jaxpr.eqns[number].outvars]
+        of_batch = any(self._depends(var, ("batch", "state", "slots")) for var in makes)
+        sizes = [_nbytes(row[1]) for row in self.blocks._repeated.own]
+        if of_batch or sum(map(_nbytes, lent)) > sum(sizes):
+            names = listed([self.blocks.traced.arguments[var][1] for var in lent])
+            why = "with the batch" if of_batch else "and which are larger than a block's own"
+            raise PipelineError(
+                f"all blocks read what is computed from {names} {why}, which is not supported in a "
+                "pipeline: each stage would compute it again for every block. Compute it in each "
+                "block from weights of its own."
+            )
 
     def _chain(self, var: Var) -> list[int]:
         chain: list[int] = []
@@ -280,12 +314,6 @@ class Functions:
                 f"blocks pass on {', '.join(str(var.aval) for var in odd)} beside floating-point "
                 "activations, which is not supported in a pipeline. Compute it in each block, or "
                 "before all of them."
-            )
-        if weights := self._reads(self.shared, ("params",)):
-            raise PipelineError(
-                f"all blocks read what is computed from {listed(weights)}, which is not supported "
-                "in a pipeline: a gradient would have to come back from every stage. Compute it in "
-                "each block from weights of its own."
             )
         self._check_state()
 
@@ -361,7 +389,7 @@ class Functions:
         return evaluated(self.blocks.traced.closed, eqns, outputs, values)
 
     def block(self, own: Sequence[Any], shared: Mapping[Var, Any], x: Sequence[Any]) -> list[Any]:
-        """The results of one block: ``own`` by row of the blocks' own arguments."""
+        """The results of one block: ``own`` by row of the blocks' own arguments, then ``lent``."""
         values = {**shared, **dict(zip(self._own_roots, own, strict=True))}
         values |= zip(self._inputs, x, strict=True)
         eqns = [*self._prefix, *self._body]
@@ -395,10 +423,7 @@ class Functions:
     @property
     def measures_little(self) -> bool:
         """Whether metrics and logs need less of a micro-batch than what its last block makes."""
-        metric_inputs, made = (
-            sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in of)
-            for of in (self.metric_inputs, self.leaves)
-        )
+        metric_inputs, made = (sum(map(_nbytes, of)) for of in (self.metric_inputs, self.leaves))
         return metric_inputs <= made
 
     @functools.cached_property
@@ -451,6 +476,10 @@ class Functions:
 def _split(signs: Any, chains: Sequence[Sequence[int]]) -> list[list[int]]:
     rest = iter(signs.tolist())
     return [[next(rest) for _ in chain] for chain in chains]
+
+
+def _nbytes(var: Var) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
 def variables(atoms: Iterable[Any]) -> list[Var]:

@@ -52,9 +52,13 @@ class Runner:
         fixed = {p: value for p, value in whole.state.items() if p not in states}
         results = run(own, others, (fixed, states), rest, shared, micros, self._rows())
         own_grads, grads_before, grads_after, metrics, logs = results
-        grads = dict(zip(self.stacks, own_grads, strict=True))
+        grads = dict(zip(self.stacks, own_grads, strict=False))
+        blocks = (0,) if setting.by_piece is None else (0, 1)
+        lent = own_grads[len(self.stacks) :]
+        of_lent = {p: g.sum(blocks) for p, g in zip(functions.lent, lent, strict=True)}
         for path, value in others.items():
             parts = [of[path].sum(0) for of in (grads_before, grads_after) if path in of]
+            parts += [of_lent[path]] if path in of_lent else []
             grads[path] = sum(parts) if parts else jax.numpy.zeros_like(value)
         metrics, logs = jax.tree.map(lambda value: value[-1], (metrics, logs))
         return grads, state, metrics, logs
@@ -100,7 +104,7 @@ class Runner:
         own = Own([], [], [], [jnp.array([block is not None for block in places])])
         blocks = self.setting.blocks
         assert isinstance(blocks, Blocks)
-        for kind, row in zip(self.setting.kinds, blocks.own, strict=True):
+        for kind, row in zip(self.setting.kinds, blocks.own, strict=False):
             paths = [row[block or 0][1] for block in places]  # of any block where there is none
             if kind == "params":
                 own.params.append(whole.params[next(stacks)])
@@ -108,6 +112,8 @@ class Runner:
                 own.counted.append(jnp.stack([states[path] for path in paths], 1))
             else:
                 own.fixed.append(jnp.stack([whole.state[path] for path in paths]))
+        lent = [whole.params[path] for path in blocks.functions.lent]
+        own.params.extend(jnp.broadcast_to(value, (len(places), *value.shape)) for value in lent)
         return own
 
     # The loop, on one stage
@@ -131,20 +137,23 @@ class Runner:
         return Passes(setting, *values)
 
     def _ticks(self, *values: Any) -> Any:
-        """The loop, with the blocks of a run one by one on a CPU, if they are few.
+        """The loop, as suits the devices.
 
-        A CPU copies every weight that it takes out of a stack; others read it where it lies, and
-        their compilers take long for many blocks.
+        A CPU copies every weight that it takes out of a stack, so it has the blocks of a run one by
+        one, if they are few; others read it where it lies, and their compilers take long for many
+        blocks. A GPU copies every buffer that a branch writes.
         """
         import jax
 
-        stepped = functools.partial(self._stepped, self.setting)
-        if not 1 < self.setting.deal.most <= _FEW_BLOCKS:
-            return stepped(*values)
-        apart = functools.partial(self._stepped, replace(self.setting, unrolls=True))
-        if self.platform is None:
-            return jax.lax.platform_dependent(*values, cpu=apart, default=stepped)
-        return (apart if self.platform == "cpu" else stepped)(*values)
+        few = 1 < self.setting.deal.most <= _FEW_BLOCKS
+        on_cpu = replace(self.setting, unrolls=True) if few else self.setting
+        on_gpu = replace(self.setting, in_branches=False)
+        cpu, gpu, others = (
+            functools.partial(self._stepped, setting) for setting in (on_cpu, on_gpu, self.setting)
+        )
+        if self.platform is not None:
+            return {"cpu": cpu, "gpu": gpu}.get(self.platform, others)(*values)
+        return jax.lax.platform_dependent(*values, cpu=cpu, cuda=gpu, rocm=gpu, default=others)
 
     def _stepped(
         self,

@@ -16,9 +16,9 @@ from .segments import Segments
 
 
 class Own(NamedTuple):
-    """The arrays that blocks have of their own, stacked: parameters, state that stays as it is in a
-    step, and state that counts, which has a dim of micro-batches in front; and whether there is a
-    block in each place."""
+    """The arrays that blocks have of their own, stacked: parameters, with those that all blocks
+    read behind them, state that stays as it is in a step, and state that counts, which has a dim of
+    micro-batches in front; and whether there is a block in each place."""
 
     params: Any
     fixed: Any
@@ -43,7 +43,8 @@ class Setting:
     summed over. With ``recompute`` a stage keeps its inputs alone, else what its blocks make; with
     ``recompute_blocks`` of each block its input alone. With ``unrolls`` a run's blocks are written
     out one by one, else they are a loop over their stack. ``by_rules`` is whether operations are
-    laid out by rules for named dims.
+    laid out by rules for named dims, and ``in_branches`` whether buffers are written inside of the
+    branches that stages skip.
     """
 
     blocks: Blocks | Segments
@@ -59,6 +60,7 @@ class Setting:
     takes_mean: bool
     logs_of_one: bool
     by_rules: bool
+    in_branches: bool = True
 
     @property
     def functions(self) -> Any:
@@ -89,13 +91,15 @@ class Setting:
 
     @functools.cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Of each row of the blocks' own arrays, which field of :class:`Own` it is in."""
+        """Of each row of the blocks' own arrays, and of what is lent to all, which field of
+        :class:`Own` it is in."""
         assert isinstance(self.blocks, Blocks)
         counted = self.functions.counted
-        return tuple(
+        own = tuple(
             "params" if row[0][0] == "params" else "counted" if row[0][1] in counted else "fixed"
             for row in self.blocks.own
         )
+        return (*own, *["params"] * len(self.functions.lent))
 
     @functools.cached_property
     def skips(self) -> bool:

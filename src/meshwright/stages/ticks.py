@@ -63,8 +63,8 @@ class Ticks:
         return Carry(
             inputs=buffers(plan.slots + 1),
             gradients=buffers(plan.gradient_slots + 1),
-            residuals=self._buffers(plan.slots + (not self._setting.skips), self._residuals),
-            cuts=self._buffers(plan.cut_slots, self._cuts),
+            residuals=self._buffers(plan.slots + self._has_spare, self._residuals),
+            cuts=self._buffers(plan.cut_slots + self._has_spare, self._cuts),
             arriving=self._nothing(),
             leaving=self._nothing(),
             own_grads=passes.no_grads(),
@@ -78,6 +78,11 @@ class Ticks:
     @property
     def _shares_loss(self) -> bool:
         return self._setting.deal.shares_loss
+
+    @property
+    def _has_spare(self) -> bool:
+        """Whether stages write in every tick, what is not needed into one buffer more."""
+        return not (self._setting.skips and self._setting.in_branches)
 
     def _no_losses(self, buffers: Callable[[int], list[Any]]) -> dict[str, Any]:
         """Before the first tick, of what all stages do after the blocks."""
@@ -242,25 +247,36 @@ class Ticks:
             return carry, self._nothing()
         is_working = row.forward >= 0
 
-        def work() -> tuple[dict[str, Any], list[Any]]:
-            x, y, residuals = self._result(carry, row)
+        def write(x: list[Any], y: list[Any], residuals: Any) -> dict[str, Any]:
             slot = jnp.where(is_working, row.forward_slot, self._setting.plan.slots)
             changed = {"inputs": _put(carry.inputs, slot, x)}
             if not self._setting.recompute:
                 changed["residuals"] = _put(carry.residuals, slot, residuals)
                 changed["gradients"] = _put(carry.gradients, row.result_slot, y)
-            return changed, y
+            return changed
+
+        def work() -> tuple[dict[str, Any], list[Any]]:
+            x, y, residuals = self._result(carry, row)
+            return write(x, y, residuals), y
 
         # Buffers go through the branch, where they are written in place: else a stage with nothing
-        # to do would write as much as one that works. Stages that stay together do write it.
+        # to do would write as much as one that works. Stages that stay together do write it, and so
+        # do GPUs, whose compiler copies a buffer that goes through a branch.
         if not self._setting.skips:
             changed, y = work()
-        else:
+        elif self._setting.in_branches:
             names = ("inputs",) if self._setting.recompute else ("inputs", "residuals", "gradients")
             unchanged = {name: getattr(carry, name) for name in names}
             changed, y = self._setting.either(
                 is_working, work, lambda: (unchanged, self._nothing())
             )
+        else:
+            x, y, residuals = self._setting.either(
+                is_working,
+                lambda: self._result(carry, row),
+                lambda: (self._nothing(), self._nothing(), self._zeros(self._residuals)),
+            )
+            changed = write(x, y, residuals)
         return carry._replace(**changed), y
 
     def _result(self, carry: Carry, row: Row) -> tuple[list[Any], list[Any], Any]:
@@ -336,6 +352,8 @@ class Ticks:
     def _in_halves(self, carry: Carry, row: Row) -> tuple[dict[str, Any], list[Any]]:
         """The same where some gradients of weights wait. Branches stand side by side: what a branch
         within another one passes on is copied."""
+        import jax
+
         micro, repeat = row.backward, row.backward_repeat
         works, waits = row.backward >= 0, row.cut_slot >= 0
         arrived, own = _slot_of(carry.gradients, row.gradient_slot), carry.own_grads
@@ -354,7 +372,13 @@ class Ticks:
             return x, _put(carry.cuts, row.cut_slot, cut)
 
         x, own = self._if(works & ~waits, lambda: gradients(own), lambda: (gradient, own))
-        x, cuts = self._if(waits, half, lambda: (x, carry.cuts))
+        if self._setting.in_branches:
+            x, cuts = self._if(waits, half, lambda: (x, carry.cuts))
+        else:
+            nothing = self._zeros(self._cuts)
+            x, cut = self._if(waits, lambda: gradients(None), lambda: (x, nothing))
+            slot = jax.numpy.where(waits, row.cut_slot, self._setting.plan.cut_slots)
+            cuts = _put(carry.cuts, slot, cut)
         return results | {"own_grads": own, "cuts": cuts}, x
 
     def _late_weights(self, phase: Phase, carry: Carry, row: Row) -> Carry:
