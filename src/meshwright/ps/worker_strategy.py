@@ -53,11 +53,6 @@ def checked_worker(worker: Any, cluster: Cluster) -> Any:
             f"worker={worker!r} with local={worker.how.local!r}: say it in fit(local=...), and the "
             "worker's steps go to the servers so."
         )
-    if worker.how.pipeline is not None:
-        faults.append(
-            f"worker={worker!r} with a pipeline: a worker's step is cut over its devices, and not "
-            "into stages. Leave it out, or train without parameter servers."
-        )
     if isinstance(worker.how.sums, GradientSum):
         faults.append(
             f"worker={worker!r} with sums={worker.how.sums!r}: the servers sum what workers send. "

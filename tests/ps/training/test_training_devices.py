@@ -222,6 +222,53 @@ def test_a_checkpoint_goes_on_anywhere(tmp_path: Path):
     assert int(model.optimizer.iterations) == 5 * 4
 
 
+def blocks(optimizer: str = "sgd") -> keras.Model:
+    """Equal blocks, which stages take."""
+    keras.utils.set_random_seed(0)
+    x = inputs = keras.Input([6])
+    x = keras.layers.Dense(8, name="first")(x)
+    for number in range(4):
+        x = x + keras.layers.Dense(8, activation="tanh", name=f"block_{number}")(x)
+    model = keras.Model(inputs, keras.layers.Dense(3, name="output")(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    return model
+
+
+def by_stages(**options) -> mw.Sharded:
+    mesh = mw.create_mesh({"stage": 4, "batch": 2})
+    pipeline = mw.Pipeline("stage", 4, "1f1b")
+    return mw.Sharded(mesh, batch="batch", unmatched="replicate", pipeline=pipeline, **options)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [{}, {"local": LocalSGD(2)}], ids=["pushed", "local"])
+def test_a_worker_s_stages_train_as_one_device(how: dict):
+    """Of 44 rows the last 12 are no four micro-batches, and take no stages."""
+    x, y = data(44)
+    expected, model = blocks("adam"), blocks("adam")
+    history = expected.fit(x, y, **HOW, validation_data=(x, y)).history
+    with (
+        ParameterServer(worker=by_stages(), consistency="sync") as strategy,
+        pytest.warns(UserWarning, match="a batch of 12 rows does not divide into micro_batches=4"),
+    ):
+        found = strategy.fit(model, x, y, **HOW, **how, validation_data=(x, y)).history
+    same_history(history, found)
+    assert apart(expected, model) < 2e-6
+    code = exported_of(model).codes[0][1]
+    step = jax_export.deserialize(bytearray(code.local or code.gradients))
+    assert "collective_permute" in step.mlir_module()
+
+
+def test_a_worker_s_stages_take_no_tables_by_rows():
+    x, y = ratings(16)
+    with (
+        ParameterServer(worker=by_stages()) as strategy,
+        pytest.raises(mw.ModelError, match="a pipeline on workers does not support tables"),
+    ):
+        strategy.fit(recommender("sgd"), x, y, verbose=0, tables=Tables(["user_table"]))
+
+
 # What is exported
 
 
@@ -259,8 +306,6 @@ def test_what_is_no_strategy_of_one_process_is_refused():
         ParameterServer(worker=4)
     with pytest.raises(mw.ClusterError, match=r"accumulate=2.*gradient_accumulation_steps=2"):
         ParameterServer(worker=rows(accumulate=2))
-    with pytest.raises(mw.ClusterError, match="over its devices, and not into stages"):
-        ParameterServer(worker=rows(pipeline=mw.Pipeline("stage", 4)))
     with pytest.raises(mw.ClusterError, match=r"this process is the worker.*create_mesh"):
         ParameterServer(worker=mw.Sharded(mw.Mesh({"batch": 8})))
 

@@ -289,12 +289,12 @@ def steps_of(
             yield
 
     if strategy.how.pipeline is not None:
-        _take_constants_off_meshes(model)
+        take_constants_off_meshes(model)
     program = keras_program(model, variables, in_force, example)
     return assemble(program, strategy.placement, strategy.how, losses=losses)
 
 
-def _take_constants_off_meshes(model: keras.Model) -> None:
+def take_constants_off_meshes(model: keras.Model) -> None:
     """Hold on the host what layers compute from their variables when they are built, as
     ``Normalization`` does with its mean: a stage has a mesh of its own."""
     for layer in _compat.layers_inside(model):

@@ -23,6 +23,7 @@ from .signature import Signature
 from .tables import Lookups, NoLookups
 
 if TYPE_CHECKING:
+    from ...step.assemble import Stages
     from .worker_layout import WorkerLayout
 
 _ROWS = "rows"  # the symbol for the number of rows
@@ -65,6 +66,8 @@ def export_step(
     if layout:
         step = layout.step(program)
         functions = replace(functions, on_layouts=step.computed, gradient_of=step.gradient_of)
+        if layout.pipeline is not None and not predicts:
+            functions = replace(functions, stages=_stages(program, parts, first, layout))
     if local and parts.tables:
         names = ", ".join(table.name for table in parts.tables)
         raise ModelError(
@@ -90,6 +93,17 @@ def export_step(
         return replace(exported, any_rows=even, why_not=why_not)
     uneven, why_not_uneven = exporter.open_code(Signature.of(batches[0]), first, 1)
     return replace(exported, any_rows=even, uneven=uneven, why_not=why_not or why_not_uneven)
+
+
+def _stages(program: Program, parts: Parts, example: Batch, layout: WorkerLayout) -> Stages | None:
+    if parts.tables:
+        names = ", ".join(table.name for table in parts.tables)
+        raise ModelError(
+            f"a pipeline on workers does not support tables that travel by rows ({names}): stages "
+            "hold whole weights. Use Tables(embeddings=None), or leave pipeline= out."
+        )
+    by_stages = layout.stages(program, example)
+    return by_stages and by_stages.stages
 
 
 def shapes(batch: Batch) -> Any:

@@ -20,7 +20,9 @@ import numpy as np
 
 from ...errors import ArrayError, ModelError
 from ...program import Arrays, Aux, Batch, Program, TrainState
+from ...step.assemble import Stages
 from ...step.gradient import Gradient, gradient
+from ...step.padding import Padded
 from .tables import Lookups, NoLookups, Table, Taken
 
 Clip = Callable[[Arrays], Arrays]
@@ -114,8 +116,9 @@ class StepFunctions:
     """The functions that are exported for one program.
 
     ``base`` is what its metrics begin with and ``clip`` what is done to whole gradients before
-    they are pushed. ``laid`` is the program as it is computed on a worker of several devices, and
-    ``gradient_of`` makes the gradient of a program there.
+    they are pushed. ``on_layouts`` is the program as it is computed on a worker of several devices,
+    and ``gradient_of`` makes the gradient of a program there; ``stages`` are those by which
+    gradients are taken, if they are.
     """
 
     program: Program
@@ -125,6 +128,7 @@ class StepFunctions:
     clip: Clip | None = None
     on_layouts: Program | None = None
     gradient_of: Callable[[Program], Gradient] = _on_one_device
+    stages: Stages | None = None
 
     def gradients(
         self,
@@ -144,19 +148,32 @@ class StepFunctions:
         with_rows = _with_rows(self._computed, self.parts, self.lookups, positions)
         values = {**params, **{ROWS + t: v for t, v in rows.items()}}
         whole = self._whole({**moving, **frozen, **seeds})
-        aux, grads = self.gradient_of(with_rows)(values, whole, batch)
+        grads, state, counts, loss = self._taken(with_rows, values, whole, batch)
         if self.clip is not None:
             grads = self.clip(grads)
-        counts = self._counts(aux, batch)
-        moves = {path: aux.state[path] - moving[path] for path in self.parts.moving}
+        moves = {path: state[path] - moving[path] for path in self.parts.moving}
         return (
             {path: grads[path] for path in self.parts.params},
             {t.name: grads[ROWS + t.name] for t in self.parts.tables},
             moves,
-            {path: aux.state[path] for path in self.parts.seeds},
+            {path: state[path] for path in self.parts.seeds},
             counts,
-            aux.loss,
+            loss,
         )
+
+    def _taken(
+        self, program: Program, params: Arrays, whole: TrainState, batch: Batch
+    ) -> tuple[Arrays, Arrays, Any, Any]:
+        """The gradients of a batch, the state after it, counts of metrics, and the loss; by stages
+        where the batch divides into micro-batches."""
+        if self.stages is not None and not isinstance(batch, Padded):
+            rows = jax.tree.leaves(batch)[0].shape[0]
+            if isinstance(rows, int) and self.stages.takes(batch):
+                whole = whole._replace(params=params)
+                grads, state, metrics, logs = self.stages.gradients(whole, batch)
+                return grads, state, self._counted(metrics), logs["loss"]
+        aux, grads = self.gradient_of(program)(params, whole, batch)
+        return grads, aux.state, self._counts(aux, batch), aux.loss
 
     def measures(self, *arguments: Any) -> Any:
         """The counts of the metrics over one batch; takes what :meth:`gradients` takes."""
@@ -188,15 +205,15 @@ class StepFunctions:
         ``(params, moving, seeds, slots, counts, loss)``, all new.
         """
         whole = self._whole({**moving, **frozen, **seeds})._replace(slots=slots)
-        aux, grads = self.gradient_of(self._computed)(params, whole, batch)
+        grads, state, counts, loss = self._taken(self._computed, params, whole, batch)
         new, new_slots = self._computed.update(params, grads, slots)
         return (
             new,
-            {path: aux.state[path] for path in self.parts.moving},
-            {path: aux.state[path] for path in self.parts.seeds},
+            {path: state[path] for path in self.parts.moving},
+            {path: state[path] for path in self.parts.seeds},
             new_slots,
-            self._counts(aux, batch),
-            aux.loss,
+            counts,
+            loss,
         )
 
     def ids(self, values: Arrays, state: Arrays, batch: Batch) -> list[Any]:
@@ -243,6 +260,9 @@ class StepFunctions:
 
     def _counts(self, aux: Aux, batch: Batch) -> Any:
         metrics, _ = self.program.measure(aux.metrics, aux, batch)
+        return self._counted(metrics)
+
+    def _counted(self, metrics: Arrays) -> Any:
         counted = [
             jnp.ravel(metrics[path] - self.base[path]).astype(jnp.float32)
             for path, _ in self.parts.metrics

@@ -17,7 +17,7 @@ from ...data.putter import Putter, row_count
 from ...equal_layers import merged
 from ...errors import ModelError
 from ...frontends.keras.batches import putter
-from ...frontends.keras.program import KerasVariables, steps_of
+from ...frontends.keras.program import KerasVariables, steps_of, take_constants_off_meshes
 from ...frontends.keras.rowwise import RowWise
 from ...layouts.layout_map import Finder
 from ...layouts.mesh import Mesh
@@ -25,6 +25,8 @@ from ...layouts.params import ParamInfo, Placed
 from ...layouts.placement import Placement
 from ...layouts.strict import inspect
 from ...program import Batch, Program
+from ...stages.branches import Branches
+from ...stages.pipeline import Pipeline
 from ...step.assemble import Assembly, assemble
 from ...step.padding import Padded
 from ...warn import warn
@@ -43,8 +45,9 @@ class WorkerLayout:
 
     ``arrays`` holds those of parameters, state and slots by path, ``gradients`` those in which
     gradients leave the step; ``put`` knows those of batches, and ``row_wise`` whether their rows
-    leave each other alone. ``around`` puts a function under the strategy while it is traced, and
-    ``mesh`` is what workers make theirs like.
+    leave each other alone. ``around`` puts a function under the strategy while it is traced, as
+    ``context`` does, and ``mesh`` is what workers make theirs like. With a ``pipeline`` gradients
+    are taken by its stages; ``strategy`` is without it.
     """
 
     mesh: Mesh
@@ -54,6 +57,8 @@ class WorkerLayout:
     row_wise: RowWise
     around: Callable[[Callable[..., Any]], Callable[..., Any]]
     strategy: Sharded
+    context: Callable[..., Any] | None = None
+    pipeline: Pipeline | Branches | None = None
 
     @property
     def whole(self) -> Any:
@@ -142,6 +147,15 @@ class WorkerLayout:
         named = replace(program, label=self.put.layouts.label)
         return assemble(named, self.strategy.placement, self.strategy.how)
 
+    def stages(self, program: Program, example: Batch) -> Assembly | None:
+        """The step by the stages of the pipeline, if there is one; ``example`` is a batch, or its
+        shapes. Raises :class:`~meshwright.PipelineError` for what cannot be cut."""
+        if self.pipeline is None:
+            return None
+        label, how = self.put.layouts.label, replace(self.strategy.how, pipeline=self.pipeline)
+        named = replace(program, label=label, context=self.context, example=example)
+        return assemble(named, self.strategy.placement, how)
+
     def _of(self, paths: Iterable[str]) -> dict[str, Any]:
         return {path: self.arrays[path] for path in paths}
 
@@ -159,11 +173,15 @@ def worker_layout(
     cannot be laid out so, and :class:`~meshwright.ModelError` for rules of such tables.
     """
     here = worker if worker.mesh.is_abstract else worker.on(worker.mesh.abstract())
-    placement = here.placement
+    placement, pipeline = here.placement, worker.how.pipeline
+    here = here.from_placement(placement, replace(here.how, pipeline=None))
+    if pipeline is not None:
+        take_constants_off_meshes(model)
     infos = list(dict.fromkeys(variables.infos[id(v)] for v in variables.all))
     dense = [info for info in infos if info.path not in tables]
     _refuse_tables(placement, infos, dense)
-    inspect(placement, dense, f"model {model.name!r}")
+    inspect(placement, dense, f"model {model.name!r}", (pipeline.axis,) if pipeline else ())
+    steps = steps_of(here, model, variables)
     placed = {entry.info.path: entry for entry in placement.place(infos)}
     return WorkerLayout(
         mesh=worker.mesh,
@@ -171,8 +189,10 @@ def worker_layout(
         gradients=_shardings(_summed(placement, dense)),
         put=putter(placement, model),
         row_wise=RowWise(model, variables),
-        around=steps_of(here, model, variables).under,
+        around=steps.under,
         strategy=here,
+        context=steps.program.context,
+        pipeline=pipeline,
     )
 
 
