@@ -8,7 +8,8 @@ with SGD and momentum. "ours" sums gradients in memory that both processes map, 
 vector through gloo, which uses TCP, "apart" as XLA does; DDP sums through gloo. A round runs every
 side once, each in fresh processes; ratios are taken within a round, of the fastest epochs. Ratios
 of the CPU time of rank 0 say more on a busy machine. Weak scaling is CPU seconds per row in one
-process over those in two.
+process over those in two; two that train "side by side", each a model of its own, sum nothing and
+show what the machine leaves of it.
 Writes ``benchmarks/results/many_processes.json``, but not with ``--dry``.
 """
 
@@ -28,7 +29,9 @@ from many_processes_jobs import JOBS
 from processes import SideFailed, ranks_together
 
 HERE = Path(__file__).parent
+BESIDE = "ours side by side"
 SIDES = {"ours": 2, "loopback": 2, "apart": 2, "torch": 2, "ours alone": 1, "torch alone": 1}
+SIDES[BESIDE] = 2
 PAIRS = (
     ("ours", "loopback"),
     ("ours", "apart"),
@@ -72,7 +75,8 @@ def measured(
     if python is None:
         return {}
     try:
-        found = ranks_together([str(python), str(script), job, side, str(epochs)], processes)
+        command = [str(python), str(script), job, side, str(epochs)]
+        found = ranks_together(command, processes, independent=side == BESIDE)
     except SideFailed as failed:
         sys.exit(f"{side} of {job} failed:\n{failed}")
     steps = JOBS[job].steps
@@ -102,6 +106,9 @@ def summary(name: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
                 for each in rounds
             ]
             ratios[f"{side}: CPU per row, alone ÷ in two"] = [one / two for one, two in used]
+    ratios["ours: CPU per row, alone ÷ side by side"] = [
+        each["ours alone"]["cpu_s_per_step"] / each[BESIDE]["cpu_s_per_step"] for each in rounds
+    ]
     others = [each[side]["load"]["other_busy_cores"] for each in rounds for side in sides]
     return {
         "says": f"{JOBS[name].what}, SGD, 64 rows per process",

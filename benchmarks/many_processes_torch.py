@@ -11,7 +11,7 @@ import sys
 import time
 
 if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, {int(os.environ["RANK"]) % (os.cpu_count() or 1)})
+    os.sched_setaffinity(0, {int(os.environ["LOCAL_RANK"]) % (os.cpu_count() or 1)})
 
 import torch
 import torch.distributed as dist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -46,18 +47,21 @@ def in_turn(commands: dict[str, list[str]], number: int) -> dict[str, dict[str, 
     return {side: run_process(commands[side]) for side in order}
 
 
-def ranks_together(command: list[str], processes: int) -> dict[str, Any]:
+def ranks_together(
+    command: list[str], processes: int, *, independent: bool = False
+) -> dict[str, Any]:
     """What rank 0 printed last, and ``load``, of processes with torchrun's variables.
 
-    Raises :class:`SideFailed` if one ended badly.
+    ``independent`` processes run side by side, each as a world of its own; they may meet at
+    ``MEETING_PORT``. Raises :class:`SideFailed` if one ended badly.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port, *own_ports = _free_ports(1 + processes)
     before, started = Used.now(), []
     for rank in range(processes):
-        env = clean_environment() | {"RANK": str(rank), "WORLD_SIZE": str(processes)}
-        env |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        place = ("0", "1") if independent else (str(rank), str(processes))
+        env = clean_environment() | dict(zip(("RANK", "WORLD_SIZE"), place, strict=True))
+        env |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MEETING_PORT": str(port)}
+        env["MASTER_PORT"] = str(own_ports[rank if independent else 0])
         env |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
         piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, env=env, **piped))
@@ -70,6 +74,14 @@ def ranks_together(command: list[str], processes: int) -> dict[str, Any]:
         raise SideFailed("\n".join(error[-3000:] for _, error in outputs))
     found = json.loads([line for line in outputs[0][0].splitlines() if line.startswith("{")][-1])
     return found | {"load": load_since(before)}
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 class Used(NamedTuple):

@@ -65,5 +65,13 @@ def test_sigterm_to_one_process_saves_and_stops_all(tmp_path: Path) -> None:
     np.testing.assert_allclose(resumed[:8], whole, rtol=2e-6)
 
 
+@pytest.mark.full
+def test_sigterm_after_the_last_batch_still_stops_all(tmp_path: Path) -> None:
+    codes, texts = processes(2, tmp_path, 2, "dp", stop=8)  # JAX looks for it once a second
+    assert codes == [75, 75], "\n\n".join(text[-3000:] for text in texts)
+    assert mw.read_checkpoint(tmp_path).step == 8
+    assert len(run(2, tmp_path, 2, "dp")) == 2
+
+
 def bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import signal
 import threading
 from collections.abc import Iterator
@@ -31,28 +32,56 @@ def leaving_sigterm() -> Iterator[None]:
         distributed.global_state.preemption_sync_manager = _OnDemand(distributed.global_state)
 
 
+class Heard:
+    """Whether this process has heard SIGTERM, at once, where JAX looks once a second."""
+
+    def __init__(self) -> None:
+        self.here = False
+
+
 @contextlib.contextmanager
-def hearing_sigterm() -> Iterator[None]:
+def hearing_sigterm() -> Iterator[Heard]:
     """Inside, JAX hears SIGTERM and tells all processes; afterwards it is what it was before.
 
-    Python restores signals in its main thread alone: a program that trains in another one leaves
-    SIGTERM to JAX.
+    Python sets and restores signals in its main thread alone: a program that trains in another one
+    leaves SIGTERM to JAX, and nothing is heard ``here``.
     """
     from jax._src import distributed
 
+    heard = Heard()
     manager = distributed.global_state.preemption_sync_manager
-    if not isinstance(manager, _OnDemand) or manager.hears:
-        yield
-        return
+    is_ours = isinstance(manager, _OnDemand)
     before = signal.getsignal(signal.SIGTERM)
-    manager.start()
+    if is_ours and not manager.hears:
+        manager.start()
+    if manager is None or threading.current_thread() is not threading.main_thread():
+        yield heard
+        return
+    native = _get_native(signal.SIGTERM)  # JAX's handler: Python does not know it
+    if native in (None, signal.SIG_DFL, signal.SIG_IGN):
+        yield heard
+        return
+    tell_jax = _HANDLER(native)
+
+    def hear(number: int, _: Any) -> None:
+        heard.here = True
+        tell_jax(number)
+
+    signal.signal(signal.SIGTERM, hear)
     try:
-        yield
+        yield heard
     finally:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and before is not None:
+        if is_ours and before is not None:
             signal.signal(signal.SIGTERM, before)
             manager.hears = False
+        else:
+            _set_native(signal.SIGTERM, native)
+
+
+_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_get_native, _set_native = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
+_get_native.argtypes, _get_native.restype = (ctypes.c_int,), ctypes.c_void_p
+_set_native.argtypes, _set_native.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
 
 
 class _OnDemand:

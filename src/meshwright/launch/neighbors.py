@@ -67,28 +67,30 @@ class Neighbors:
         self, sources: Sequence[Span], targets: Sequence[Span], start: int, stop: int
     ) -> None:
         """Sum a cut of the arrays, taken as if they lay behind each other."""
-        import numpy as np
-
         share = -(-(stop - start) // (self.count * _LINE)) * _LINE
         rows = self._shared(share * self.count, stop)
-        own, total = rows[self.rank], rows[self.count]
-        others = [row for i, row in enumerate(rows[: self.count]) if i != self.rank]
-        first = min(start + self.rank * share, stop)
-        last = min(first + share, stop)
+
+        def share_of(rank: int) -> tuple[int, int]:
+            first = min(start + rank * share, stop)
+            return first, min(first + share, stop)
+
+        def sums_of(rank: int) -> Any:  # of two, the row that was just read: it is in the cache
+            return rows[1 - rank if self.count == 2 else self.count]
+
+        first, last = share_of(self.rank)
         for cut in ((start, first), (last, stop)):
-            _gather(sources, *cut, own[cut[0] - start :])
+            _gather(sources, *cut, rows[self.rank][cut[0] - start :])
         self._wait(stop)
+        others = [row for i, row in enumerate(rows[: self.count]) if i != self.rank]
         for at in range(first, last, _BLOCK):  # which stays in the cache
             end = min(at + _BLOCK, last)
-            place = slice(at - start, end - start)
-            _gather(sources, at, end, total[place])
-            block = total[place].view("f")
-            for row in others:
-                np.add(block, row[place].view("f"), out=block)
-            _scatter(total[place], targets, at, end)
+            _add(sources, targets, at, end, [row[at - start :] for row in others])
+            _gather(targets, at, end, sums_of(self.rank)[at - start :])
         self._wait(stop)
-        for cut in ((start, first), (last, stop)):
-            _scatter(total[cut[0] - start :], targets, *cut)
+        for rank in range(self.count):
+            if rank != self.rank:
+                cut = share_of(rank)
+                _scatter(sums_of(rank)[cut[0] - start :], targets, *cut)
 
     def close(self) -> None:
         """Leave the others. Safe to call twice."""
@@ -120,16 +122,20 @@ class Neighbors:
             distance *= 2
 
     def _shared(self, nbytes: int, stop: int) -> Any:
-        """A row of bytes for each process, and one for the sum; the memory grows when it must."""
+        """A row of bytes for each process, and one for sums; the memory grows when it must.
+
+        Two need none for sums: what one writes into the other's row, that one reads alone.
+        """
         import numpy as np
 
         if self._rows is None or self._rows.shape[1] < nbytes:
             self._wait(stop)  # until no process reads the rows as they were
-            whole = nbytes * (self.count + 1)
+            rows = 2 if self.count == 2 else self.count + 1
+            whole = nbytes * rows
             if os.fstat(self._memory).st_size < whole:
                 os.ftruncate(self._memory, whole)
             memory = np.frombuffer(mmap.mmap(self._memory, whole), np.uint8)
-            self._rows = memory.reshape(self.count + 1, nbytes)
+            self._rows = memory.reshape(rows, nbytes)
         return self._rows
 
 
@@ -149,6 +155,27 @@ def _scatter(row: Any, spans: Sequence[Span], start: int, stop: int) -> None:
     place = row.ctypes.data
     for address, offset, nbytes in _pieces(spans, start, stop):
         _move(address, place + offset, nbytes)
+
+
+def _add(
+    sources: Sequence[Span], targets: Sequence[Span], start: int, stop: int, rows: Sequence[Any]
+) -> None:
+    """Write a cut of arrays plus the beginnings of rows to the same cut of other arrays."""
+    import numpy as np
+
+    pieces = zip(_pieces(sources, start, stop), _pieces(targets, start, stop), strict=True)
+    for (source, offset, nbytes), (target, _, _) in pieces:
+        value, total = _floats(source, nbytes), _floats(target, nbytes)
+        for row in rows:
+            np.add(value, row[offset : offset + nbytes].view("f"), out=total)
+            value = total
+
+
+def _floats(address: int, nbytes: int) -> Any:
+    import numpy as np
+
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    return np.frombuffer(memory, "f")
 
 
 def _move(target: int, source: int, nbytes: int) -> None:

@@ -141,6 +141,7 @@ class Saver:
         with self.stopping, copies, self.checkpoints or contextlib.nullcontext():
             try:
                 yield
+                self.stopping.finish()
             except ProcessError:
                 if self.checkpoints is not None:
                     self.checkpoints.abandon()

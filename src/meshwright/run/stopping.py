@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -29,10 +30,11 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         self._questions = 0
         self._before: dict[int, Any] = {}
         self._hearing = contextlib.ExitStack()
+        self._heard = _compat.Heard()
 
     def __enter__(self) -> Stopping:
         if self._saves and _several_processes():
-            self._hearing.enter_context(_compat.hearing_sigterm())
+            self._heard = self._hearing.enter_context(_compat.hearing_sigterm())
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -42,11 +44,14 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
                 self._before[number] = signal.signal(number, self._hear)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before = {}
         self._hearing.close()
+        if self._heard.here and self._signal is None and kind is None:
+            # It came after finish(): the others go on, so it is a signal to the program again.
+            os.kill(os.getpid(), signal.SIGTERM)
 
     @property
     def is_asked(self) -> bool:
@@ -59,6 +64,16 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         if self._saves and _several_processes() and _all_reached(self._questions):
             self._signal = signal.SIGTERM
         return self.is_asked
+
+    def finish(self) -> None:
+        """Note a SIGTERM of any process that JAX has not passed on before the last step.
+
+        All processes must call this, after their last save.
+        """
+        if not (self._saves and _several_processes() and _is_served()) or self.is_asked:
+            return
+        if _any_process(self._heard.here):
+            self._signal = signal.SIGTERM
 
     @property
     def saves(self) -> bool:
@@ -95,11 +110,22 @@ def _several_processes() -> bool:
     return jax.process_count() > 1
 
 
+def _is_served() -> bool:
+    """Whether JAX passes SIGTERM on."""
+    import jax
+
+    return jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def _all_reached(step: int) -> bool:
     """Whether a process was asked to stop, and this is the step at which all of them do."""
-    import jax
     from jax.experimental import multihost_utils
 
-    if not jax.config.jax_enable_preemption_service:  # pyright: ignore[reportAttributeAccessIssue]
-        return False
-    return multihost_utils.reached_preemption_sync_point(step)
+    return _is_served() and multihost_utils.reached_preemption_sync_point(step)
+
+
+def _any_process(flag: bool) -> bool:
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
