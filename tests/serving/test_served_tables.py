@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,28 @@ import meshwright as mw
 
 FAR = 1 << 40  # a key that 32 bits do not hold
 HOW: dict[str, Any] = {"batch_size": 16, "verbose": 0}
+
+
+BESIDE_TRAINING = """
+import gc
+
+import keras, numpy as np
+
+import meshwright as mw
+from meshwright.launch.local import LocalCluster
+
+def main():
+    with LocalCluster(1, 1, logs=False) as cluster, mw.ParameterServer(cluster) as strategy:
+        users = keras.Input([], dtype="int32", name="users")
+        model = keras.Model(users, mw.ps.Embedding("people", 4, 20)(users), name="shop")
+        server = mw.Server(model, strategy, buckets=[2])
+        for _ in range(2):
+            with server:
+                print(server.answer({"users": [1, 2]}).outputs["people"].shape)
+
+main()
+gc.collect()
+"""
 
 
 def build() -> keras.Model:
@@ -131,6 +155,13 @@ def test_beside_training_rows_are_the_newest(trained):
                 server.answer(x)
         np.testing.assert_allclose(after, strategy.predict(model, x), atol=1e-6)
         assert np.abs(after - before).max() > 1e-3
+
+
+def test_a_server_beside_training_leaves_no_socket_open():
+    words = [sys.executable, "-W", "default::ResourceWarning", "-c", BESIDE_TRAINING]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.stderr == ""
+    assert done.stdout == "(2, 4)\n(2, 4)\n"
 
 
 def test_without_its_tables_a_model_is_refused(trained, tmp_path: Path):

@@ -97,10 +97,12 @@ class Keeper:
         self._stopping.set()
 
     def end(self) -> None:
-        """Wait for the thread that follows."""
+        """Wait for the thread that follows, and end the connections to parameter servers."""
         if self._follower is not None:
             self._follower.join()
             self._follower = None
+        if self.source.live is not None:
+            self.source.live.close()
 
     # The first ones
 

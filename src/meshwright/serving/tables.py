@@ -322,8 +322,8 @@ class OnServers:
             places.of(state, variables.state),
         )
         self._tables = places.of_tables([table.name for table in lookups.tables])
-        self._servers = strategy.connect("serving:0")
-        self._servers.timeout_s = _WAIT_S
+        self._strategy = strategy
+        self._servers: Any = None  # until they are asked
         self._lock = threading.Lock()  # a channel belongs to one thread at a time
 
     def values(self) -> TrainState:
@@ -340,8 +340,11 @@ class OnServers:
         return self.ask(lambda servers: servers.lookup(self._tables[table], ids))
 
     def close(self) -> None:
-        """End the connections to the servers."""
-        self._servers.close()
+        """End the connections to the servers; the next question opens them again."""
+        with self._lock:
+            if self._servers is not None:
+                self._servers.close()
+                self._servers = None
 
     @property
     def tables(self) -> Mapping[str, Any]:
@@ -352,6 +355,9 @@ class OnServers:
         """What ``do`` asks of the servers. Raises :class:`NotReadyError`."""
         try:
             with self._lock:
+                if self._servers is None:
+                    self._servers = self._strategy.connect("serving:0")
+                    self._servers.timeout_s = _WAIT_S
                 return do(self._servers)
         except MeshwrightError as error:
             raise NotReadyError(
