@@ -8,6 +8,7 @@ Poisson process, whether or not earlier ones were answered, so that waiting is n
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import json
 import os
@@ -147,14 +148,10 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
         gc.freeze()  # as `meshwright serve` does once it is ready
         one, many = single.model(model.name), batching.model(model.name)
         row = one_row(one)
-        compiled = next(iter(one.forward._compiled.values())).call
-        weights = one._keeper.weights.state
-        batch = one.source.batch(list(row.values()))
-
-        def call() -> Any:
-            return [np.asarray(x) for x in _leaves(compiled(weights.params, weights.state, batch))]
-
-        direct, through = in_turn(call, lambda: one.answer(row))
+        bare = bare_calls(many, row)
+        bare_s = dict(zip(bare, in_turn(*bare.values()), strict=True))
+        rates = {size: size / seconds for size, seconds in bare_s.items()}
+        direct, through = in_turn(bare[1], lambda: one.answer(row))
         full = {name: np.repeat(values, MAX_ROWS, axis=0) for name, values in row.items()}
         one_s, full_s = in_turn(lambda: many.answer(row), lambda: many.answer(full))
         alone, many_rounds = list[tuple[float, float]](), list[tuple[float, float]]()
@@ -171,6 +168,8 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
         "answer_p50_ms": 1e3 * through,
         "overhead_p50_ms": 1e3 * (through - direct),
         "full_batch_ratio": MAX_ROWS * one_s / full_s,  # of the computation alone: the most to have
+        "function_rows_per_s": {str(size): rate for size, rate in rates.items()},
+        "function_ratio": max(rates.values()) / rates[1],  # without a server: no batcher has more
         "batch_1_rows_per_s": median(alone, 0),
         "batching_rows_per_s": together,
         "ratio": together / median(alone, 0),
@@ -180,10 +179,21 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
     }
 
 
-def _leaves(tree: Any) -> list[Any]:
+def bare_calls(model: Any, row: dict[str, np.ndarray]) -> dict[int, Callable[[], Any]]:
+    """The compiled function alone, by the rows of a batch; each waits for its outputs."""
     import jax
 
-    return jax.tree.leaves(tree)
+    weights = model._keeper.weights.state
+
+    def call(compiled: Any, batch: Any) -> Any:
+        outputs = compiled(weights.params, weights.state, batch)
+        return [np.asarray(output) for output in jax.tree.leaves(outputs)]
+
+    calls: dict[int, Callable[[], Any]] = {}
+    for shape, compiled in model.forward._compiled.items():
+        arrays = [np.repeat(values, shape.rows, axis=0) for values in row.values()]
+        calls[shape.rows] = functools.partial(call, compiled.call, model.source.batch(arrays))
+    return calls
 
 
 def main() -> None:

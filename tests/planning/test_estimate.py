@@ -176,6 +176,29 @@ def test_each_instruction_takes_the_longer_of_arithmetic_and_memory():
     assert estimate(compiled(dot), slow).step_time_s == DOT_S / 100
 
 
+def test_rates_of_a_kind_and_size_come_before_the_peak():
+    convolution = (
+        "  %w = f32[1,1,10,10]{3,2,1,0} bitcast(%x)\n  %i = f32[1,2,5,10]{3,2,1,0} bitcast(%x)\n"
+        "  %c = f32[1,2,5,10]{3,2,1,0} convolution(%i, %w), window={size=1x1}, "
+        "dim_labels=b01f_01io->b01f\n"
+    )
+    text = f"""{convolution}  %e = f32[10,10]{{1,0}} exponential(%x)
+  %d = f32[10,10]{{1,0}} dot(%x, %x), {DOT}
+  ROOT %y = f32[10,10]{{1,0}} add(%d, %e)"""
+    rates = (
+        ("product", ((DOT_S / 10, 10.0), (DOT_S * 10, 1000.0))),
+        ("convolution", ((1.0, 50.0),)),
+        ("transcendental", ((1.0, 4.0),)),
+        ("arithmetic", ((1.0, 20.0),)),
+        ("memory", ((1.0, 1e9),)),
+    )
+    measured = Hardware("mine", (("float32", 1e12),), None, 1e9, call_s=2.0, rates=rates)
+    of_each = DOT_S / 100, DOT_S / 50, 100 / 4, 100 / 20
+    assert estimate(compiled(text), measured).step_time_s == pytest.approx(sum(of_each) + 2.0)
+    plain = replace(measured, rates=(), call_s=None)
+    assert estimate(compiled(text), plain).step_time_s < 1e-3
+
+
 def test_a_start_of_a_copy_runs_beside_the_rest():
     found = estimate(
         compiled(f"""  %begun = (f32[10,10]{{1,0}}, f32[10,10]{{1,0}}, u32[]) copy-start(%x)
@@ -268,7 +291,11 @@ def test_a_step_for_a_tpu_has_a_time_and_all_its_collectives():
 
 def test_the_numbers_of_a_machine_follow_from_what_was_timed():
     seconds = json.loads('{"product": 0.5, "stream": 0.25, "element": 1, "instruction": 1e-6}')
+    seconds |= {"product 2000": 3e-6, "product 4000": 4e-6, "nothing": 1e-4}
     found = hardware_from(Target.of("cpu:8"), {**seconds, "small_sum": 1e-3, "large_sum": 1.001})
+    assert found.rate("product", 10.0) == found.rate("product", 2000) == pytest.approx(1e9)
+    assert found.rate("product", 4000) == pytest.approx(4000 / 3e-6)
+    assert (found.rate("memory", 10.0), found.call_s) == (None, 1e-4)
     assert found.peak("float32") == 2 * 256**3 / 0.5
     assert found.instruction_s == 1e-6
     link = found.link("shared")

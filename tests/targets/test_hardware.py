@@ -83,6 +83,9 @@ def test_a_chip_of_ones_own(tmp_path):
         [links."my bus"]
         pattern = "shared"
         bytes_per_s = 10e9
+        [rates.product]
+        1000 = 1e9
+        200 = 1e8
         """
     )
     mine = load_hardware(str(path))
@@ -91,6 +94,7 @@ def test_a_chip_of_ones_own(tmp_path):
         (("bfloat16", 100e12),),
         24_000_000_000,
         links=(Link("my bus", "shared", 10e9),),
+        rates=(("product", ((200.0, 1e8), (1000.0, 1e9))),),
     )
     assert mine.peak("float32") is None
     assert mine.link("nvlink") is None
@@ -113,6 +117,11 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
         odd = 3
         [sources]
         memory_bytes = 4
+        [rates.convolutions]
+        1000 = 1.0
+        [rates.product]
+        0 = 1.0
+        10 = -1.0
         """
     )
     with pytest.raises(mw.TargetError) as failure:
@@ -127,10 +136,13 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path):
         "'links.bus.bytes_per_s' must be a number above zero; received True.",
         "'links.odd' must be a table, [links.odd]; received 3.",
         "'sources.memory_bytes' must be a text; received 4.",
+        "unknown key 'rates.convolutions'. Did you mean 'convolution'?",
+        "'rates.product' must have numbers above zero as its sizes; received '0'.",
+        "'rates.product.10' must be a number above zero; received -1.0.",
         "'name' is missing: a text.",
     ):
         assert fault in words
-    assert words.count("\n- ") == 9
+    assert words.count("\n- ") == 12
 
 
 @pytest.mark.parametrize("text", ["name = ", None])

@@ -18,6 +18,10 @@ _MOVES = {  # no arithmetic
     *("broadcast", "iota", "copy", "transpose", "reshape", "slice", "concatenate", "pad", "gather"),
     *("dynamic-slice", "dynamic-update-slice", "scatter", "reverse", "fusion", "custom-call"),
 }
+_TRANSCENDENTALS = {
+    *("exponential", "exponential-minus-one", "log", "log-plus-one", "logistic", "tanh", "erf"),
+    *("sine", "cosine", "tan", "atan2", "power", "cbrt"),
+}
 _READS_A_PART = ("dynamic-slice", "slice", "gather")
 _NO_PRODUCTS = re.compile(
     r"Shard|SPMD|Gather|Scatter|AllocateBuffer|TopK|Pin|Rng|Layout|Annotate|Move|Concat|Bitcast"
@@ -30,10 +34,12 @@ _CONVOLUTIONS = ("__cudnn$convForward", "__cudnn$convBias", "__cudnn$convBackwar
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic: FLOPs of products, elements of everything else; the heaviest of the products."""
+    """Arithmetic: FLOPs of products, elements of everything else, those of exponentials and the
+    like among them; the heaviest of the products."""
 
     flops: float = 0.0
     elements: int = 0
+    transcendentals: int = 0
     heaviest: Instruction | None = None
     heaviest_flops: float = 0.0
     dtype: str = ""
@@ -44,6 +50,7 @@ class Work:
         return Work(
             self.flops + other.flops,
             self.elements + other.elements,
+            self.transcendentals + other.transcendentals,
             heavier.heaviest,
             heavier.heaviest_flops,
             heavier.dtype,
@@ -62,7 +69,9 @@ def work_of(instruction: Instruction, inside: Computation, module: Module) -> Wo
         )
     if instruction.opcode == "custom-call":
         return _custom_call(instruction, inside)
-    total = Work(elements=_elements(instruction, inside))
+    elements = _elements(instruction, inside)
+    is_transcendental = instruction.opcode in _TRANSCENDENTALS
+    total = Work(elements=elements, transcendentals=elements if is_transcendental else 0)
     for name in instruction.called:
         fused = module.computations[name]
         total = sum((work_of(part, fused, module) for part in fused.instructions), total)
@@ -71,7 +80,15 @@ def work_of(instruction: Instruction, inside: Computation, module: Module) -> Wo
 
 def _product(instruction: Instruction, inside: Computation, flops: float) -> Work:
     dtypes = [array.dtype for name in instruction.operands[:1] for array in _results(name, inside)]
-    return Work(flops, 0, instruction, flops, dtypes[0] if dtypes else "")
+    return Work(flops, 0, 0, instruction, flops, dtypes[0] if dtypes else "")
+
+
+def kind_of_product(instruction: Instruction | None) -> str:
+    """``"product"``, ``"convolution"`` or ``"grouped_convolution"``, whose speeds differ."""
+    if instruction is None or instruction.opcode != "convolution":
+        return "product"
+    groups = instruction.attribute(r"feature_group_count=(\d+)") or "1"
+    return "convolution" if groups == "1" else "grouped_convolution"
 
 
 def _dot(instruction: Instruction, inside: Computation) -> float:

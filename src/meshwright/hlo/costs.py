@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..jaxprs.lines import without_number
 from ..jaxprs.scopes import PHASES, layer_of, phase_of
-from .arithmetic import FREE, bytes_moved, work_of
+from .arithmetic import FREE, bytes_moved, kind_of_product, work_of
 from .collectives import Collective, Sighting, collective_of, identity_of, kind_of
 from .groups import Axes
 from .origins import Sources, op_name_of
@@ -24,12 +24,13 @@ from .text import Computation, Instruction, Module, parse
 class Operation:
     """One instruction of a compiled step, in one device, each time that it runs.
 
-    ``dtype`` and ``precision`` are those of what its products take. ``elements`` counts results of
-    elementwise work and what reductions take. ``count`` says how often one step runs it, ``None``
-    where a loop does not tell. ``collectives`` begin with it. ``ends`` names the instruction that
-    began what this one waits for. ``again`` is what the compiler itself runs a second time, to hold
-    less. ``is_chosen`` is what stands in a branch of a conditional, and ``share`` the part of its
-    runs in which a device takes that branch, where it is known.
+    ``dtype`` and ``precision`` are those of what its products take, and ``kind`` is theirs.
+    ``elements`` counts results of elementwise work and what reductions take, ``transcendentals``
+    those of them that are exponentials and the like. ``count`` says how often one step runs it,
+    ``None`` where a loop does not tell. ``collectives`` begin with it. ``ends`` names the
+    instruction that began what this one waits for. ``again`` is what the compiler itself runs a
+    second time, to hold less. ``is_chosen`` is what stands in a branch of a conditional, and
+    ``share`` the part of its runs in which a device takes that branch, where it is known.
     """
 
     name: str
@@ -38,7 +39,9 @@ class Operation:
     flops: float = 0.0
     dtype: str = ""
     precision: str = ""
+    kind: str = "product"
     elements: int = 0
+    transcendentals: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
     count: int | None = 1
@@ -264,7 +267,9 @@ class _Walk:
             flops=work.flops,
             dtype=work.dtype,
             precision=_precision(work.heaviest),
+            kind=kind_of_product(work.heaviest),
             elements=work.elements,
+            transcendentals=work.transcendentals,
             bytes_read=read,
             bytes_written=written,
             collectives=begins,

@@ -39,13 +39,24 @@ class Clock:
 
     def compute_s(self, operation: Operation) -> float | None:
         speed = self.peak(operation.dtype, operation.precision) if operation.flops else 1.0
-        elementwise = self.hardware.elements_per_s
         if speed is None:
             return None
-        return operation.flops / speed + (operation.elements / elementwise if elementwise else 0.0)
+        if operation.dtype == "float32":
+            speed = self.hardware.rate(operation.kind, operation.flops) or speed
+        transcendentals = operation.transcendentals
+        return (
+            operation.flops / speed
+            + self._elements_s("arithmetic", operation.elements - transcendentals)
+            + self._elements_s("transcendental", transcendentals)
+        )
+
+    def _elements_s(self, kind: str, elements: int) -> float:
+        speed = self.hardware.rate(kind, elements) or self.hardware.elements_per_s
+        return elements / speed if speed else 0.0
 
     def memory_s(self, operation: Operation) -> float | None:
-        speed = self.hardware.memory_bandwidth_bytes_per_s
+        speed = self.hardware.rate("memory", operation.bytes)
+        speed = speed or self.hardware.memory_bandwidth_bytes_per_s
         if speed is None:
             return None if operation.bytes else 0.0
         return operation.bytes / speed

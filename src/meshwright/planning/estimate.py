@@ -196,6 +196,8 @@ def estimate(
     clock = Clock(hardware, compiled.target.platform, links)
     missing = _missing(costs, clock)
     times = run(costs.program, clock)
+    begun_s = hardware.call_s or 0.0
+    times.add(Times(length=begun_s, begun=begun_s), 1.0)
     split = None if model_flops is None else model_flops / compiled.target.num_devices
     again = costs.recompute_flops / costs.flops if costs.flops and recomputes else 0.0
     own = (costs.flops if split is None else split) * (1.0 - again)

@@ -6,7 +6,9 @@ memory. What else runs on the machine is measured along with it.
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -26,6 +28,20 @@ _IN_CACHE = 16 << 10  # elements of arrays that stay in a core's cache
 _REPEATS = 4  # of a piece of work in one call, so that the call itself hardly counts
 _SIZES = (1 << 10, 1 << 20)  # elements of the arrays that are reduced
 _TINY = 256  # instructions in a row that do next to nothing
+_TERMS = 16  # of a polynomial, each a product and a sum
+_LEAST_SHARE = 0.5  # of the time of a piece of work, that is not for its instruction
+_MOST_REPEATS = 512
+
+# Dims of the arrays whose rates are measured, from small pieces of work to large ones, and the work
+# of one call, in which the same is done again and again.
+_RATED: dict[str, tuple[list[tuple[int, ...]], float]] = {
+    "product": ([(n, n) for n in (32, 128, 256, 512)], 2e8),
+    "convolution": ([(1, 8, 8, 16), (1, 16, 16, 32), (16, 16, 16, 32)], 2e8),
+    "grouped_convolution": ([(1, 16, 16, 64), (8, 32, 32, 64)], 2e7),
+    "arithmetic": ([(1 << 10,), (1 << 14,), (1 << 18,)], 6e7),
+    "transcendental": ([(1 << 10,), (1 << 14,), (1 << 18,)], 1e7),
+    "memory": ([(1 << 13,), (1 << 17,), (1 << 21,)], 2e8),
+}
 
 
 def calibrate(target: Target | str = "cpu:8", *, timeout_s: float = 300.0) -> Hardware:
@@ -80,6 +96,7 @@ def hardware_from(target: Target, seconds: dict[str, float]) -> Hardware:
     bytes_per_s = more_bytes / max(large - small, 1e-3 * large) if n > 1 else None
     latency_s = max(0.0, small - (large - small) * _SIZES[0] / (_SIZES[1] - _SIZES[0]))
     names = ("peak_flops_per_s", "memory_bandwidth_bytes_per_s", "elements_per_s", "instruction_s")
+    rates = _rates(seconds)
     measured = f"mw.calibrate('{target}') on this machine"
     return Hardware(
         name=str(target),
@@ -88,8 +105,21 @@ def hardware_from(target: Target, seconds: dict[str, float]) -> Hardware:
         links=(Link("shared", "shared", bytes_per_s, latency_s),),
         elements_per_s=_IN_CACHE / seconds["element"],
         instruction_s=seconds["instruction"],
-        sources=tuple((name, measured) for name in (*names, "links.shared")),
+        call_s=seconds.get("nothing"),
+        rates=rates,
+        sources=tuple((name, measured) for name in (*names, "call_s", "rates", "links.shared")),
     )
+
+
+def _rates(seconds: dict[str, float]) -> tuple[tuple[str, tuple[tuple[float, float], ...]], ...]:
+    """Work per second of each kind and size, without what its instruction costs to begin."""
+    result: dict[str, list[tuple[float, float]]] = {}
+    for name, taken in seconds.items():
+        kind, _, size = name.partition(" ")
+        if size:
+            work_s = max(taken - seconds["instruction"], _LEAST_SHARE * taken)
+            result.setdefault(kind, []).append((float(size), float(size) / work_s))
+    return tuple((kind, tuple(points)) for kind, points in result.items())
 
 
 # In the process of its own
@@ -104,8 +134,9 @@ def main(num_devices: int) -> None:
 
 
 def _measure(num_devices: int) -> dict[str, float]:
-    """Seconds of one product, one stream, one elementwise result of an array, one instruction and
-    of two sums over all devices; rounds alternate, so that a disturbance hits all alike."""
+    """Seconds of one product, one stream, one elementwise result of an array, one instruction,
+    two sums over all devices, a call that does nothing and, as ``"kind size"``, of rated work;
+    rounds alternate, so that a disturbance hits all alike."""
     import jax
     import jax.numpy as jnp
 
@@ -134,14 +165,65 @@ def _measure(num_devices: int) -> dict[str, float]:
         "small_sum": (total, (_SIZES[0],), _REPEATS),
         "large_sum": (total, (_SIZES[1],), _REPEATS),
     }
+    works |= _rated_works()
     calls = {name: _on_all(work, dims, num_devices) for name, (work, dims, _) in works.items()}
     calls["nothing"] = _on_all(lambda x: x + 1.0, (4, 4), num_devices)
     rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(_ROUNDS)]
     least = {name: min(times[name] for times in rounds) for name in calls}  # least disturbed
-    return {
+    taken = {
         name: max(1e-9, (least[name] - least["nothing"]) / runs)
         for name, (_, _, runs) in works.items()
     }
+    return {**taken, "nothing": least["nothing"]}
+
+
+def _rated_works() -> dict[str, tuple[Callable[[Any], Any], tuple[int, ...], int]]:
+    """Pieces of work of each kind and size: what does it, dims, and how often in one call."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    def product(y: Any) -> Any:
+        return (y @ y) * (4.0 / len(y))  # of 0.25, which it stays
+
+    def convolution(groups: Callable[[int], int]) -> Callable[[Any], Any]:
+        def convolve(y: Any) -> Any:
+            channels = y.shape[-1]
+            dims = (3, 3, channels // groups(channels), channels)
+            kernel = np.linspace(0.1, 0.9, math.prod(dims), dtype="float32").reshape(dims)
+            kernel *= 2 * channels / kernel.sum() / 9
+            return 0.1 + jax.lax.conv_general_dilated(
+                y, jnp.asarray(kernel), (1, 1), "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups(channels),
+            )  # fmt: skip
+
+        return convolve
+
+    def arithmetic(y: Any) -> Any:
+        result = y
+        for _ in range(_TERMS):
+            result = result * y + 0.2
+        return result
+
+    kinds: dict[str, tuple[Callable[[Any], Any], Callable[[tuple[int, ...]], int]]] = {
+        "product": (product, lambda dims: 2 * dims[0] ** 3),
+        "convolution": (convolution(lambda _: 1), lambda dims: 18 * math.prod(dims) * dims[-1]),
+        "grouped_convolution": (convolution(lambda n: n), lambda dims: 18 * math.prod(dims)),
+        "arithmetic": (arithmetic, lambda dims: 2 * _TERMS * math.prod(dims)),
+        "transcendental": (
+            lambda y: jnp.tanh(jnp.exp(-y)), lambda dims: 2 * math.prod(dims)
+        ),
+        "memory": (lambda y: y * 0.5 + 0.1, lambda dims: 8 * math.prod(dims)),
+    }  # fmt: skip
+    works: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], int]] = {}
+    for kind, (work, size_of) in kinds.items():
+        all_dims, in_a_call = _RATED[kind]
+        for dims in all_dims:
+            size = size_of(dims)
+            repeats = min(max(int(in_a_call / size), 2), _MOST_REPEATS)
+            again = functools.partial(_again, work, times=repeats)
+            works[f"{kind} {size}"] = (again, dims, repeats)
+    return works
 
 
 def _again(work: Callable[[Any], Any], x: Any, times: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -20,11 +21,20 @@ _NUMBERS = (
     "memory_bandwidth_bytes_per_s",
     "instruction_s",
     "elements_per_s",
+    "call_s",
     "devices_per_node",
 )
-_KEYS = (*_NUMBERS, "name", "peak_flops_per_s", "links", "sources")
+_KEYS = (*_NUMBERS, "name", "peak_flops_per_s", "links", "rates", "sources")
 _LINK_NUMBERS = ("bytes_per_s", "latency_s")
 PATTERNS = ("ring", "switch", "shared")
+RATES = {  # kind of work -> its unit
+    "product": "FLOP",
+    "convolution": "FLOP",
+    "grouped_convolution": "FLOP",
+    "arithmetic": "element",
+    "transcendental": "element",
+    "memory": "byte",
+}
 
 
 @dataclass(frozen=True)
@@ -48,9 +58,11 @@ class Hardware:
     """A kind of device, as JAX shows it; ``None`` for what is not known.
 
     ``peak_flops_per_s`` holds ``(dtype, FLOP/s)`` of matrix products without sparsity.
-    ``elements_per_s`` is the speed of elementwise work and ``instruction_s`` what each instruction
-    costs besides, where it was measured (:func:`calibrate`). ``sources`` holds
-    ``(name of the number, where it is from)``.
+    ``elements_per_s`` is the speed of elementwise work, ``instruction_s`` what each instruction
+    costs besides, and ``call_s`` each call of a compiled function, where it was measured
+    (:func:`calibrate`). So are ``rates``, which hold ``(kind, ((size, work per second), ...))``: a
+    small piece of work is slower than a large one, and one in a cache faster than one in memory.
+    ``sources`` holds ``(name of the number, where it is from)``.
 
     >>> v5p = hardware_of("v5p:2x2x2")
     >>> v5p.peak("bfloat16"), v5p.memory_bytes, v5p.link("ici").bytes_per_s
@@ -64,12 +76,30 @@ class Hardware:
     links: tuple[Link, ...] = ()
     elements_per_s: float | None = None
     instruction_s: float | None = None
+    call_s: float | None = None
+    rates: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
     devices_per_node: int | None = None
     sources: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def peak(self, dtype: str) -> float | None:
         """FLOP/s of products of such elements; ``None`` where they are not known."""
         return dict(self.peak_flops_per_s).get(dtype)
+
+    def rate(self, kind: str, size: float) -> float | None:
+        """Work per second in pieces of a size, between the sizes that were measured.
+
+        Units are FLOPs, elements or bytes (:data:`RATES`). ``None`` where none was measured.
+
+        >>> Hardware("mine", rates=(("product", ((1e4, 1e9), (1e6, 1e11))),)).rate("product", 1e5)
+        10000000000.0
+        """
+        points = dict(self.rates).get(kind)
+        if not points or size <= 0:
+            return None
+        import numpy as np
+
+        sizes, rates = np.log(points).T
+        return round(math.exp(np.interp(math.log(size), sizes, rates)), 3)
 
     def link(self, kind: str) -> Link | None:
         """The link of a kind such as ``"ici"`` or ``"nvlink"``, if it has one."""
@@ -99,6 +129,8 @@ class Hardware:
         for link in self.links:
             speeds = {name: getattr(link, name) for name in _LINK_NUMBERS}
             parts.append(_table(f"links.{_key(link.kind)}", {"pattern": link.pattern, **speeds}))
+        for kind, points in self.rates:
+            parts.append(_table(f"rates.{kind}", {f"{size:.0f}": rate for size, rate in points}))
         parts.append(_table("sources", dict(self.sources)))
         return "\n\n".join(part for part in parts if part)
 
@@ -197,6 +229,11 @@ def _hardware(read: Mapping[str, Any]) -> Hardware:
         links=tuple(Link(kind, **link) for kind, link in read.get("links", {}).items()),
         elements_per_s=number("elements_per_s"),
         instruction_s=number("instruction_s"),
+        call_s=number("call_s"),
+        rates=tuple(
+            (kind, tuple(sorted((float(size), float(rate)) for size, rate in points.items())))
+            for kind, points in read.get("rates", {}).items()
+        ),
         devices_per_node=whole("devices_per_node"),
         sources=tuple(read.get("sources", {}).items()),
     )
@@ -210,17 +247,33 @@ def _faults(read: Mapping[str, Any]) -> list[str]:
     if "name" in read and not isinstance(read["name"], str):
         faults.append(f"'name' must be a text; received {read['name']!r}.")
     faults += [_not_positive(key, read[key]) for key in _NUMBERS if key in read]
-    for name in ("peak_flops_per_s", "links", "sources"):
+    for name in ("peak_flops_per_s", "links", "rates", "sources"):
         if not isinstance(read.get(name, {}), dict):
             faults.append(f"'{name}' must be a table, [{name}]; received {read[name]!r}.")
     for dtype, flops in _table_of(read, "peak_flops_per_s").items():
         faults.append(_not_positive(f"peak_flops_per_s.{dtype}", flops))
     for kind, link in _table_of(read, "links").items():
         faults += _link_faults(kind, link)
+    for kind, points in _table_of(read, "rates").items():
+        faults += _rate_faults(kind, points)
     for name, source in _table_of(read, "sources").items():
         if not isinstance(source, str):
             faults.append(f"'sources.{name}' must be a text; received {source!r}.")
     return [fault for fault in faults if fault]
+
+
+def _rate_faults(kind: str, points: Any) -> list[str]:
+    here = f"rates.{kind}"
+    if kind not in RATES:
+        return [_unknown(here, tuple(RATES))]
+    if not isinstance(points, dict) or not points:
+        return [f"'{here}' must be a table, [{here}], of sizes; received {points!r}."]
+    faults = [
+        f"'{here}' must have numbers above zero as its sizes; received {size!r}."
+        for size in points
+        if not (size.isdecimal() and int(size))
+    ]
+    return faults + [_not_positive(f"{here}.{size}", rate) for size, rate in points.items()]
 
 
 def _link_faults(kind: str, link: Any) -> list[str]:
