@@ -17,6 +17,8 @@ import pytest
 import meshwright as mw
 from meshwright.commands.serve import options_of
 from meshwright.commands.serving import ServeOptions, server_for
+from meshwright.launch.group import run_group
+from meshwright.launch.group_options import GroupOptions
 from meshwright.launch.local import LocalCluster
 from meshwright.ps.wire.message import Message
 from meshwright.ps.worker.updates import Update
@@ -230,6 +232,24 @@ def test_old_exports_are_removed_and_a_new_exporter_begins_with_a_full_one(tmp_p
     with pytest.raises(mw.ModelError, match="expected a model with tables on parameter servers"):
         mw.DeltaExporter(plain(), shop.strategy, tmp_path)
     shop.strategy.close()
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_two_processes_take_the_same_delta(shop: Shop, tmp_path: Path) -> None:
+    shop.exporter.export()
+    expected = []
+    for items in ([0, 1], [2, 5000]):
+        shop.train(items)
+        later = shop.exporter.export()
+        expected.append(shop.predict(X))
+    later.path.rename(tmp_path / "later")
+    program = str(Path(__file__).parent / "serving_deltas_group.py")
+    assert run_group([program, str(tmp_path)], GroupOptions(2, 1, join_s=180)) == 0
+    answers = np.load(tmp_path / "answers.npz")
+    assert list(answers["versions"]) == ["2", "3"]
+    for number, outputs in enumerate(expected):
+        np.testing.assert_allclose(answers[str(number)], outputs, atol=1e-6)
 
 
 def test_a_model_without_tables_is_not_served_from_exports(tmp_path: Path) -> None:

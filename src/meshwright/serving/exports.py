@@ -66,6 +66,11 @@ def exports_in(directory: Path) -> tuple[Export, ...]:
     return tuple(sorted(result, key=lambda export: export.number))
 
 
+def export_at(path: Path) -> Export | None:
+    """The export that is this folder; ``None`` for any other."""
+    return next((export for export in exports_in(path.parent) if export.path == path), None)
+
+
 def fulls_in(directory: Path) -> tuple[Export, ...]:
     """The full exports of a folder, the newest first."""
     return tuple(export for export in reversed(exports_in(directory)) if export.kind == "full")
@@ -161,7 +166,7 @@ def read_weights(export: Export) -> dict[str, dict[str, np.ndarray]]:
 
 
 def laid_out(source: Any, parts: Mapping[str, Mapping[str, Any]]) -> tuple[TrainState, Moved]:
-    """These arrays, by part and name, as the forward pass of a source takes them.
+    """These arrays, by part and name, on the devices of a source; for its ``finished``.
 
     Raises :class:`~meshwright.ModelError` where weights of the model are not among them.
     """
@@ -176,8 +181,7 @@ def laid_out(source: Any, parts: Mapping[str, Mapping[str, Any]]) -> tuple[Train
             f"weights of model {source.name!r} that are not in the export, or have another shape "
             f"there: {', '.join(faults)}. Serve the model that was exported."
         )
-    state, moved = handed_over(TrainState(values[0], values[1], {}, {}), shapes)
-    return source.finished(state), moved
+    return handed_over(TrainState(values[0], values[1], {}, {}), shapes)
 
 
 def _is_odd(array: np.ndarray) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from .. import _compat
 from ..checkpoint import newest_paths, read_checkpoint
 from ..errors import CheckpointError, MeshwrightError, NotReadyError
+from .exports import exports_in, fulls_in
 
 _AGAIN_S = 10.0  # at least, until a checkpoint that was refused is read again
 _LOOK_S = 0.1  # between looks at whether the other processes are still there
@@ -163,7 +164,8 @@ def raise_everywhere(fault: Exception | None) -> None:
 class FirstChoice:
     """The checkpoints that a server may begin with, as rank 0 names them to all.
 
-    One that follows a run begins with an older one where the newest is damaged.
+    One that follows a run begins with an older one where the newest is damaged. Of a folder of
+    exports they are the full ones.
     """
 
     def __init__(self, directory: Path, may_be_older: bool) -> None:
@@ -179,6 +181,12 @@ class FirstChoice:
             yield self._directory if name == "." else self._directory / name
 
     def _candidates(self) -> list[Path]:
+        if exports_in(self._directory):
+            fulls = [export.path for export in fulls_in(self._directory)]
+            if not fulls:
+                fault = f"{self._directory} has deltas, and no full export."
+                self._failure = CheckpointError(fault)
+            return fulls
         if self._may_be_older and (paths := newest_paths(self._directory)):
             return paths
         try:

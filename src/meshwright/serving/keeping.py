@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -19,8 +20,7 @@ from .exports import (
     Export,
     LayeredRows,
     about_of,
-    exports_in,
-    fulls_in,
+    export_at,
     laid_out,
     next_after,
     read_weights,
@@ -82,11 +82,17 @@ class Keeper:
         return self.weights.version if self.weights else self._asked_version or ""
 
     def begin(self) -> None:
-        """Follow newer weights, where there may be some and the options ask for it."""
+        """Follow newer weights, where there may be some and the options ask for it.
+
+        In a group rank 0 alone does so, once it has ``others``.
+        """
+        import jax
+
         self.first_version = self.first_version or self.version
         self._stopping.clear()
         has_newer = self.checkpoint is not None or self.source.live is not None
-        if has_newer and self._options.follow_s is not None:
+        is_led = self.others is not None or jax.process_count() == 1
+        if is_led and has_newer and self._options.follow_s is not None:
             self._follower = threading.Thread(
                 target=self._follow, name=f"meshwright-follow-{self.source.name}", daemon=True
             )
@@ -108,32 +114,41 @@ class Keeper:
 
     def first(self) -> Weights:
         """The weights to begin with. Raises what ``load`` raises."""
+        import jax
+
         if self.checkpoint is None:
             state, self.moved = self.source.in_memory()
             return self._checked(Weights(self._asked_version or "1", state, self.source.live))
-        if exports_in(self.checkpoint):
-            return self._first_export(self.checkpoint)
         choice = FirstChoice(self.checkpoint, may_be_older=self._options.follow_s is not None)
         for directory in choice:
             try:
-                return self._first_from(directory)
+                self.weights = self._first_from(directory)
             except MeshwrightError as error:
                 choice.failed(error)
                 self._refuse(directory, error)
+                continue
+            if jax.process_count() == 1:
+                self.catch_up()
+            return self.weights
         raise choice.failure
+
+    def catch_up(self) -> None:
+        """Serve the deltas after the export that the server began with, as far as they go."""
+        if self._export is not None:
+            with suppress(MeshwrightError):  # it has been noted
+                self.reload()
 
     def _first_from(self, directory: Path) -> Weights:
         """The weights of this checkpoint, once every process has read it."""
         fault, read = None, None
         try:
-            info = read_checkpoint(directory)
-            read = self._read_from(info)
+            read = self._read_at(directory)
         except Exception as error:
             fault = cannot_be_served(directory, error)
         raise_everywhere(fault)
         assert read is not None
         weights = self._finished(read, self._asked_version)
-        self._directory = directory
+        self._directory, self._export = directory, export_at(directory)
         _LOGGER.info(
             f"version {weights.version}: read {self.moved}",
             extra={"fields": {"model": self.source.name}},
@@ -170,7 +185,7 @@ class Keeper:
 
     def _read_as_asked(self, word: dict[str, Any]) -> None:
         self._read.clear()
-        self._read[word["request"]] = self._read_from(read_checkpoint(word["directory"]))
+        self._read[word["request"]] = self._read_at(Path(word["directory"]))
 
     def _finish_as_asked(self, word: dict[str, Any]) -> None:
         self._next = self._finished(self._read.pop(word["read"]))
@@ -207,7 +222,9 @@ class Keeper:
             if self._refusals.holds(info.directory):
                 return False
             try:
-                weights = self._from_everywhere(info)
+                weights = self._from_everywhere(
+                    info.directory, functools.partial(self._read_from, info)
+                )
             except NotReadyError:  # of the other processes, or this one is stopping
                 raise
             except Exception as error:
@@ -220,28 +237,6 @@ class Keeper:
 
     # Of a folder of exports
 
-    def _first_export(self, directory: Path) -> Weights:
-        """The newest full export that can be served, and what can be served of its deltas."""
-        self._check_serves_exports(directory)
-        failure: Exception = CheckpointError(f"{directory} has deltas, and no full export.")
-        for number, export in enumerate(fulls_in(directory)):
-            try:
-                self.weights = weights = self._from_export(export, None)
-            except Exception as error:
-                fault = cannot_be_served(export.path, error)
-                self._refuse(export.path, fault)
-                failure = failure if number else fault
-                continue
-            self._export = export
-            _LOGGER.info(
-                f"version {weights.version}: read {self.moved} of {export}",
-                extra={"fields": {"model": self.source.name}},
-            )
-            with suppress(MeshwrightError):  # it has been noted
-                self._later_exports(directory)
-            return self.weights
-        raise failure
-
     def _check_serves_exports(self, directory: Path) -> None:
         import jax
 
@@ -250,13 +245,16 @@ class Keeper:
             faults.append("the model has no tables on parameter servers (mw.ps.Embedding)")
         if self.source.stages is not None:
             faults.append("stages are not supported")
-        if (count := jax.process_count()) > 1:
-            faults.append(f"they are served by one process, and this group has {count}")
+        if jax.process_count() > 1 and (self._asked_version or "").isdecimal():
+            faults.append(
+                f"version={self._asked_version!r} is the number of an export, by which several "
+                "processes tell weights apart; leave it out, or choose a name"
+            )
         if faults:
             raise ModelError(
                 f"the exports in {directory} cannot be served as model {self.source.name!r}: "
-                f"{'; '.join(faults)}. Serve the model that was exported, by one process without "
-                "stages, or serve a folder of checkpoints."
+                f"{'; '.join(faults)}. Serve the model that was exported, without stages, or "
+                "serve a folder of checkpoints."
             )
 
     def _later_exports(self, directory: Path) -> bool:
@@ -272,7 +270,11 @@ class Keeper:
                 break
             rows = None if export.kind == "full" or self.weights is None else self.weights.rows
             try:
-                weights = self._from_export(export, rows)
+                weights = self._from_everywhere(
+                    export.path, functools.partial(self._read_export, export, rows)
+                )
+            except NotReadyError:  # of the other processes, or this one is stopping
+                raise
             except Exception as error:
                 failure = cannot_be_served(export.path, error)
                 self._refuse(export.path, failure)
@@ -281,28 +283,36 @@ class Keeper:
             self._swap(weights, f"read {self.moved} of {export}")
         return self._export is not before
 
-    def _from_export(self, export: Export, below: Any) -> Weights:
+    def _read_export(self, export: Export, below: Any) -> Weights:
         """The weights of an export, its rows upon those of the exports before it."""
+        self._check_serves_exports(export.path.parent)
         about_of(export)
         state, self.moved = laid_out(self.source, read_weights(export))
         layer = self.source.tables.exported(export.path)
         rows = LayeredRows((layer,)) if below is None else below.and_then(layer)
-        version = self._asked_version if self._export is None else None
-        return self._checked(Weights(version or str(export.number), state, rows))
+        return Weights(str(export.number), state, rows)
 
-    def _from_everywhere(self, info: CheckpointInfo) -> Weights:
-        """The weights of a checkpoint, in every process that computes with them."""
-        others, word = self.others, {"directory": str(info.directory)}
+    def _from_everywhere(self, directory: Path, read: Callable[[], Weights]) -> Weights:
+        """The weights there, in every process that computes with them."""
+        others, word = self.others, {"directory": str(directory)}
         if others is None:
-            return self._finished(self._read_from(info))
+            return self._finished(read())
         number = others.say({"do": "read", **word})
-        read = self._read_from(info)
+        weights = read()
         others.wait(self._why_stopped)
         with turn(self.source.whole_mesh):
             others.say({"do": "finish", "read": number, **word})
-            weights = self._finished(read)
+            weights = self._finished(weights)
         others.wait(self._why_stopped)
         return weights
+
+    def _read_at(self, directory: Path) -> Weights:
+        """What this checkpoint or export has. Rows of deltas before it are for rank 0 alone, which
+        looks rows up for all."""
+        export = export_at(directory)
+        if export is not None:
+            return self._read_export(export, None)
+        return self._read_from(read_checkpoint(directory))
 
     def _why_stopped(self) -> str | None:
         return "the server is stopping" if self._stopping.is_set() else self.missing()

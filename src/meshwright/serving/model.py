@@ -278,6 +278,8 @@ class LoadedModel:
             assert self._batches is not None
             assert self._keeper.weights is not None
             self._batches.check(self._keeper.weights)
+        self._keeper.catch_up()
+        self._keeper.begin()
 
     def follow(
         self,
