@@ -160,6 +160,37 @@ def shard_law(row: Any) -> None:
         agree_on(*both)
 
 
+def batches_law(row: Any) -> None:
+    """Of a PyDataset each process reads its share of the batches, and a step has the numbers of
+    one device on the rows of both."""
+    import jax
+    import keras
+    import numpy as np
+    from oracle import OneDevice, made, weights
+
+    build, x, y = regression(outputs=2)
+    x, y = np.concatenate([x] * 3)[:128], np.concatenate([y] * 3)[:128]
+
+    class Batches(keras.utils.PyDataset):
+        read = 0
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            self.read += 1
+            return x[16 * index : 16 * index + 16], y[16 * index : 16 * index + 16]
+
+    strategy, batches = mw.DataParallel(mw.create_mesh({"batch": 8})), Batches()
+    sharded, one = made(strategy, build), made(OneDevice(), build)
+    strategy.fit(sharded, mw.shard(batches), epochs=2, verbose=0)
+    assert batches.read <= 3 + 2 * 4, batches.read  # sizes, and the first batch for the model
+    assert jax.process_count() == 2
+    order = np.arange(128).reshape(2, 8, 8).swapaxes(0, 1).ravel()  # a step reads in both halves
+    one.fit(x[order], y[order], batch_size=16, epochs=2, shuffle=False, verbose=0)
+    agree_on(weights(sharded), weights(one))
+
+
 def compressed(how: Any, devices: Any, x: Any, y: Any) -> dict[str, Any]:
     """The parameters after some steps whose gradients are compressed."""
     import jax.numpy as jnp
@@ -186,7 +217,13 @@ def agree_on(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
-LAWS = {"input": input_law, "shard": shard_law, "train": train_law, "save": save_law}
+LAWS = {
+    "input": input_law,
+    "shard": shard_law,
+    "batches": batches_law,
+    "train": train_law,
+    "save": save_law,
+}
 
 
 def main(law: str, *names: str) -> None:

@@ -63,6 +63,11 @@ def test_each_process_reads_the_rows_that_it_is_dealt() -> None:
 
 
 @pytest.mark.full
+def test_each_process_reads_its_share_of_the_batches_of_a_pydataset() -> None:
+    _check("batches", ["model-dense"], timeout_s=300)
+
+
+@pytest.mark.full
 def test_two_processes_train_every_row_as_one_device_does() -> None:
     _check("train", [row.name for row in STRATEGIES if row.name != "model-dense"], timeout_s=1500)
 

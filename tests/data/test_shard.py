@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.data import LocalBatch, ShardedRows
-from meshwright.data.shard import Group, reading_of
+from meshwright.data.shard import Group
 from meshwright.data.spans import Span, after, row_count, steps_of
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=6)
@@ -154,31 +154,103 @@ class CountedRows:
 
 
 class CountedBatches(keras.utils.PyDataset):
-    """Eight batches of six of these rows."""
+    """Batches of six rows, the last of which may be short; each epoch has other values."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.rows = CountedRows()
+        self._rows = rows
+        self.read = Counter[int]()
+        self.epoch = 0
 
     def __len__(self) -> int:
-        return 8
+        return -(-self._rows // 6)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {"id": np.stack([self.rows[6 * index + i]["id"] for i in range(6)])}
+        self.read[index] += 1
+        rows = np.arange(6 * index, min(6 * index + 6, self._rows))
+        return {"id": rows, "epoch": np.full(len(rows), self.epoch)}
+
+    def on_epoch_end(self) -> None:
+        self.epoch += 1
 
 
-def test_of_rows_by_number_a_process_reads_its_share_and_of_batches_all() -> None:
+def test_of_rows_by_number_a_process_reads_its_share() -> None:
     counted = CountedRows()
     shares = mw.shard(counted, batch_size=6, seed=3)
     begun = counted.read.total()  # a row is looked at for its form
     for index in range(2):
         assert len(list(shares.reading(Group(index, 2)))) == 8
         assert counted.read.total() - begun == 24 * (index + 1)
-    batches = CountedBatches()
-    whole = mw.shard(batches)  # as with tf.data and generators: only whole batches can be asked for
-    mesh = mw.create_mesh({"batch": -1})
-    assert len(list(reading_of(whole, mw.Placement.of(mesh, {})))) == 8
-    assert batches.rows.read.total() == 48
+
+
+# Batches by number
+
+
+@pytest.mark.parametrize(("rows", "processes"), [(48, 2), (48, 3), (64, 2), (67, 3), (5, 1)])
+@pytest.mark.parametrize("seed", [None, 2])
+def test_of_batches_by_number_a_process_reads_its_share(
+    rows: int, processes: int, seed: int | None
+) -> None:
+    seen: list[int] = []
+    for index in range(processes):
+        batches = CountedBatches(rows)
+        shares: ShardedRows = mw.shard(batches, seed=seed)
+        assert shares.batch_size == min(rows, 6)
+        looked_at = batches.read.total()
+        assert looked_at <= 2
+        read = [rows_of(batch) for batch in shares.reading(Group(index, processes))]
+        whole = rows // shares.batch_size
+        assert [len(batch) for batch in read[:whole]] == [shares.batch_size // processes] * whole
+        rest = read[whole:] if index == 0 else []  # which every process reads
+        assert batches.read.total() - looked_at <= len(batches) / processes + 3
+        seen += [row for batch in read[:whole] + rest for row in batch]
+    assert sorted(seen) == list(range(rows))
+    assert processes > 1 or (seen == sorted(seen)) == (seed is None or rows < 6)
+
+
+def test_where_batches_divide_each_is_read_once_by_one_process() -> None:
+    batches = CountedBatches(48)
+    shares = mw.shard(batches)
+    batches.read.clear()
+    for index in range(2):
+        assert len(list(shares.reading(Group(index, 2)))) == 8
+    assert batches.read == Counter(range(8))
+
+
+def test_batches_by_number_go_on_with_another_number_of_processes_and_in_their_epoch() -> None:
+    three = [mw.shard(CountedBatches(40), seed=1).reading(Group(i, 3)) for i in range(3)]
+    for reading in three:
+        reading.begin(2)
+    batches = [next(reading) for _ in range(4) for reading in three]
+    seen = [row for batch in batches for row in rows_of(batch)]
+    state = json.loads(json.dumps(three[0].get_state()))
+    two = [mw.shard(CountedBatches(40), seed=1).reading(Group(i, 2)) for i in range(2)]
+    for reading in two:
+        reading.set_state(state)
+    rest = [list(reading) for reading in two]
+    seen += [row for batches in rest for batch in batches[:-1] for row in rows_of(batch)]
+    assert rows_of(rest[0][-1]) == rows_of(rest[1][-1])
+    assert sorted(seen + rows_of(rest[0][-1])) == list(range(40))
+    assert {int(row) for batch in rest[0][:-1] for row in batch.arrays["epoch"]} == {2}
+
+
+class GrowingBatches(CountedBatches):
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {"id": np.arange(index + 1)}
+
+
+class EndlessBatches(keras.utils.PyDataset):
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.zeros(4)
+
+
+def test_batches_that_cannot_be_dealt_out_are_an_error_with_the_way_out() -> None:
+    with pytest.raises(mw.DataError, match="EndlessBatches has an unknown number of batches"):
+        mw.shard(EndlessBatches())
+    with pytest.raises(mw.DataError, match="CountedBatches has no batches"):
+        mw.shard(CountedBatches(0))
+    with pytest.raises(mw.DataError, match="batch 1 of GrowingBatches has 2 rows; expected 1"):
+        list(mw.shard(GrowingBatches(12)).reading(Group(0, 1)))
 
 
 def test_files_of_records_are_read_by_grain(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rows by number: of arrays, of random-access datasets, of Parquet and ArrayRecord files."""
+"""Rows by number: of arrays, random-access datasets, PyDatasets, Parquet and ArrayRecord files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,18 @@ class RowSource(ABC):
     sizes: tuple[int, ...]
     has_files = False
     any_order = True  # reading rows in any order costs what reading them in order does
+    batch_size: int | None = None  # rows of a batch, where the source has batches itself
 
     @abstractmethod
     def read(self, file: int, rows: np.ndarray) -> Any:
         """These rows of a file, by number, stacked: a tree of arrays."""
+
+    def shuffled(self, file: int, draw: np.random.Generator) -> np.ndarray | None:
+        """The numbers of a file's rows in a random order; ``None`` if they keep theirs."""
+        return draw.permutation(self.sizes[file])
+
+    def begin(self, ended: int) -> None:  # noqa: B027
+        """An epoch begins; that many have ended since the one that began last."""
 
     @property
     def total(self) -> int:
@@ -60,6 +68,63 @@ class RecordRows(RowSource):
         if parse is not None:
             records = [parse(record) for record in records]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *records)
+
+
+class BatchRows(RowSource):
+    """The rows of a Keras ``PyDataset``: batches by number, all of one size but for the last.
+
+    Batches are read whole, and one is kept. The first and the last are looked at for their sizes.
+    """
+
+    any_order = False
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._kept: tuple[int, Any] | None = None
+        if not (count := _batch_count(dataset)):
+            raise DataError(
+                f"{type(dataset).__name__} has {'no' if count == 0 else 'an unknown number of'} "
+                "batches, so they cannot be dealt out. Give it __len__, or pass it to fit itself."
+            )
+        dataset.on_epoch_begin()
+        self.batch_size = _row_count(dataset[0])
+        self._sizes = [self.batch_size] * count
+        if count > 1 and (last := _row_count(dataset[count - 1])) < self.batch_size:
+            self._sizes[-1] = last
+        self.sizes = (sum(self._sizes),)
+
+    def read(self, file: int, rows: np.ndarray) -> Any:
+        assert self.batch_size is not None
+        numbers, places = np.divmod(rows, self.batch_size)
+        cuts = np.flatnonzero(np.diff(numbers)) + 1
+        parts = []
+        for number, inside in zip(np.split(numbers, cuts), np.split(places, cuts), strict=True):
+            batch = self._batch(int(number[0]))
+            parts.append(jax.tree.map(lambda leaf, at=inside: np.asarray(leaf)[at], batch))
+        return joined(parts)
+
+    def shuffled(self, file: int, draw: np.random.Generator) -> np.ndarray | None:
+        rows = np.split(np.arange(self.total), np.cumsum(self._sizes)[:-1])
+        return np.concatenate([rows[number] for number in draw.permutation(len(rows))])
+
+    def begin(self, ended: int) -> None:
+        self._kept = None  # read again it may hold other rows
+        for _ in range(ended):
+            self._dataset.on_epoch_end()
+            self._dataset.on_epoch_begin()
+
+    def _batch(self, number: int) -> Any:
+        if self._kept is None or self._kept[0] != number:
+            batch = self._dataset[number]
+            if (rows := _row_count(batch)) != self._sizes[number]:
+                raise DataError(
+                    f"batch {number} of {type(self._dataset).__name__} has {rows} rows; expected "
+                    f"{self._sizes[number]}. All batches but the last must have as many rows as "
+                    "the first. Otherwise pass the dataset itself to fit: every process reads all "
+                    "batches."
+                )
+            self._kept = number, tuple(batch) if isinstance(batch, list) else batch
+        return self._kept[1]
 
 
 class ParquetRows(RowSource):
@@ -102,6 +167,9 @@ class ParquetRows(RowSource):
         ]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *records)
 
+    def shuffled(self, file: int, draw: np.random.Generator) -> np.ndarray | None:
+        return None  # of files their order is shuffled
+
     def _file(self, file: int) -> Any:
         if self._open is None or self._open[0] != file:
             if self._open is not None:
@@ -115,6 +183,28 @@ class ParquetRows(RowSource):
             columns = {name: _numbers(table.column(name)) for name in table.column_names}
             self._kept = (file, group), columns
         return self._kept[1]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Trees of arrays as one, with the rows of all.
+
+    >>> joined([{"id": np.array([4])}, {"id": np.array([5, 6])}])
+    {'id': array([4, 5, 6])}
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def _row_count(batch: Any) -> int:
+    return int(np.shape(jax.tree.leaves(batch)[0])[0])
+
+
+def _batch_count(dataset: Any) -> int | None:
+    try:
+        return dataset.num_batches
+    except NotImplementedError:  # of a dataset without __len__
+        return None
 
 
 def _numbers(column: Any) -> np.ndarray:
@@ -132,6 +222,10 @@ def row_source(source: Any, parse: Parse | None) -> RowSource | None:
         return _files(paths, parse)
     if _is_random_access(source):
         return RecordRows([source], parse, has_files=False)
+    if _is_py_dataset(source):
+        if parse is not None:
+            raise DataError("parse= is for records; a PyDataset has batches. Use to_batch=.")
+        return BatchRows(source)
     if isinstance(source, tuple | Mapping | np.ndarray) or hasattr(source, "__array__"):
         if parse is not None:
             raise DataError("parse= is for the records of a dataset or file; arrays have none.")
@@ -143,8 +237,12 @@ def _is_random_access(source: Any) -> bool:
     """Whether a source has single records by number, as Grain's MapDataset and lists have."""
     if isinstance(source, tuple | Mapping | np.ndarray) or hasattr(source, "__array__"):
         return False
-    is_batched = any(base.__name__ == "PyDataset" for base in type(source).__mro__)
-    return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not is_batched
+    has_rows = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+    return has_rows and not _is_py_dataset(source)
+
+
+def _is_py_dataset(source: Any) -> bool:
+    return any(base.__name__ == "PyDataset" for base in type(source).__mro__)
 
 
 def _paths_of(source: Any) -> list[str] | None:

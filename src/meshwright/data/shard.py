@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import DataError
 from ..layouts.layout import Layout
 from ..layouts.placement import Placement
-from .row_sources import Parse, RowSource, row_source
+from .row_sources import Parse, RowSource, joined, row_source
 from .rows import LocalBatch
 from .spans import Dealing, Span, Spans, Step, after, steps_of
 
@@ -102,6 +102,7 @@ class Reading:
         self._rows_here = _rows_here(source, self.group)
         self._dealing: Dealing = _dealing(source, self.group)
         self._shuffled: tuple[Any, Any] = None, None
+        self._epoch = 0
         self.begin(0)
 
     def begin(self, epoch: int) -> None:
@@ -109,6 +110,7 @@ class Reading:
         self._start(epoch, _whole(self._source, epoch), 0)
 
     def _start(self, epoch: int, rest: Spans, batches: int) -> None:
+        self._source.rows.begin(max(0, epoch - self._epoch))
         self._epoch, self._from, self._taken = epoch, rest, batches
         group = self.group
         steps = steps_of(rest, group.index, group.number, self._rows_here, self._dealing)
@@ -163,20 +165,18 @@ class Reading:
         source, parts = self._source, []
         for span in spans:
             rows = np.arange(span.start, span.stop)
-            if source.rows.any_order and source.seed is not None:
-                rows = self._order(span.file)[rows]
+            if (order := self._order(span.file)) is not None:
+                rows = order[rows]
             parts.append(source.rows.read(span.file, rows))
-        batch = parts[0]
-        if len(parts) > 1:
-            batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        batch = joined(parts)
         return batch if source.to_batch is None else source.to_batch(batch)
 
-    def _order(self, file: int) -> np.ndarray:
-        """The shuffled rows of a file in this epoch."""
+    def _order(self, file: int) -> np.ndarray | None:
+        """The shuffled rows of a file in this epoch; ``None`` if they keep their order."""
         source, key = self._source, (self._epoch, file)
-        if self._shuffled[0] != key:
-            draw = np.random.default_rng([source.seed or 0, *key])
-            self._shuffled = key, draw.permutation(source.rows.sizes[file])
+        if source.seed is not None and self._shuffled[0] != key:
+            draw = np.random.default_rng([source.seed, *key])
+            self._shuffled = key, source.rows.shuffled(file, draw)
         return self._shuffled[1]
 
 
@@ -200,20 +200,21 @@ def shard(
     """A source of which every process reads its own part, for ``fit`` and ``Trainer``.
 
     ``source`` is a tuple or dict of arrays, a dataset with ``len`` and an index that yields single
-    rows (Grain's ``MapDataset``), or files: paths or patterns of ``.parquet`` (a dict of columns)
-    or ``.array_record`` (through Grain; ``parse`` makes arrays of a record). ``batch_size`` is
-    that of all processes together, and ``to_batch`` makes of a stacked batch what ``fit`` takes,
+    rows (Grain's ``MapDataset``), a Keras ``PyDataset`` with batches of one size, or files: paths
+    or patterns of ``.parquet`` (a dict of columns) or ``.array_record`` (through Grain; ``parse``
+    makes arrays of a record). ``batch_size`` is that of all processes together, of a ``PyDataset``
+    that of its batches unless given; ``to_batch`` makes of a stacked batch what ``fit`` takes,
     ``(x, y)``.
 
     ``by="file"`` deals whole files out, ``"row"`` rows; ``"auto"`` takes files where each process
-    gets one, and ``"off"`` lets every process read all rows. ``seed`` shuffles every epoch:
-    rows, or of Parquet files their order. The rows left at the end, fewer than a batch, are read by
-    every process and trained on with the numbers of one device (``uneven="pad"``), or dropped. The
-    position in a checkpoint is what is left of the epoch, and any number of processes goes on from
-    it; each row is read once.
+    gets one, and ``"off"`` lets every process read all rows. ``seed`` shuffles every epoch: rows,
+    of Parquet files their order, of a ``PyDataset`` its batches. The rows left at the end, fewer
+    than a batch, are read by every process and trained on with the numbers of one device
+    (``uneven="pad"``), or dropped. The position in a checkpoint is what is left of the epoch, and
+    any number of processes goes on from it; each row is read once.
 
-    Sources that yield batches in an order of their own (``tf.data``, ``PyDataset``, generators,
-    Grain's ``IterDataset``) are read whole by every process, which keeps its rows of each batch.
+    Sources that yield batches in an order of their own (``tf.data``, generators, Grain's
+    ``IterDataset``) are read whole by every process, which keeps its rows of each batch.
     Raises :class:`~meshwright.DataError`.
 
     >>> import numpy as np, meshwright as mw
@@ -241,6 +242,7 @@ def shard(
                 "of each batch), or pass the paths of the files."
             )
     else:
+        batch_size = rows.batch_size if batch_size is None else batch_size
         if by == "file" and not rows.has_files:
             faults.append(f"by='file' needs files; {type(source).__name__} has none. Use by='row'.")
         if not isinstance(batch_size, int) or batch_size < 1:

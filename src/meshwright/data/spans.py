@@ -92,17 +92,22 @@ def dealt(spans: Spans, processes: int, dealing: Dealing) -> tuple[Spans, ...]:
 
 
 class Round(NamedTuple):
-    """Steps in which every process reads on in what it was given at the round's beginning."""
+    """Steps in which every process reads on in its share; the rows ``behind`` are in no share."""
 
     shares: tuple[Spans, ...]
     steps: int
+    behind: Spans = ()
+
+    def unread(self, rows: int) -> Spans:
+        """What is left where each process has read ``rows`` rows of its own."""
+        return tuple(span for mine in self.shares for span in cut(mine, rows)[1]) + self.behind
 
 
 def rounds(rest: Spans, processes: int, rows: int, dealing: Dealing) -> Iterator[Round]:
     """The rounds of what is left of an epoch, with ``rows`` rows of each process in a step.
 
     Where files end at different steps, what is left then is dealt in blocks. At the end fewer rows
-    are left than a step takes; they come in no round.
+    are left than a step takes; they come in no round, and of blocks they lie together.
 
     >>> files = (Span(0, 0, 6), Span(1, 0, 2))
     >>> [(one.steps, list(map(row_count, one.shares))) for one in rounds(files, 2, 1, "file")]
@@ -111,12 +116,14 @@ def rounds(rest: Spans, processes: int, rows: int, dealing: Dealing) -> Iterator
     if dealing == "batch":
         yield from _batches(rest, processes, rows)
         return
-    while row_count(rest) >= processes * rows:
-        shares = dealt(rest, processes, dealing)
-        steps = min(map(row_count, shares)) // rows
-        if steps:
-            yield Round(shares, steps)
-            rest = _unread(shares, steps * rows)
+    while total := row_count(rest) // (processes * rows) * processes * rows:
+        has_files = dealing == "file" and len(rest) >= processes
+        first, behind = (rest, ()) if has_files else cut(rest, total)
+        shares = dealt(first, processes, dealing)
+        one_round = Round(shares, min(map(row_count, shares)) // rows, behind)
+        if one_round.steps:
+            yield one_round
+            rest = one_round.unread(one_round.steps * rows)
         dealing = "block"
 
 
@@ -134,7 +141,7 @@ def steps_of(
         for _ in range(one_round.steps):
             spans, mine = cut(mine, rows)
             yield Step(spans)
-        unread = _unread(one_round.shares, one_round.steps * rows)
+        unread = one_round.unread(one_round.steps * rows)
     if dealing == "batch":
         unread = cut(rest, row_count(rest) // (processes * rows) * processes * rows)[1]
     if unread:
@@ -145,15 +152,15 @@ def after(rest: Spans, steps: int, processes: int, rows: int, dealing: Dealing) 
     """What is left of an epoch after ``steps`` more steps.
 
     >>> after((Span(0, 0, 7),), 1, 2, 2, "block")
-    (Span(file=0, start=2, stop=3), Span(file=0, start=5, stop=7))
+    (Span(file=0, start=4, stop=7),)
     """
     if dealing == "batch":
         return cut(rest, steps * processes * rows)[1]
     for one_round in rounds(rest, processes, rows, dealing):
         if steps < one_round.steps:
-            return _unread(one_round.shares, steps * rows)
+            return one_round.unread(steps * rows)
         steps -= one_round.steps
-        rest = _unread(one_round.shares, one_round.steps * rows)
+        rest = one_round.unread(one_round.steps * rows)
     return () if steps else rest
 
 
@@ -162,8 +169,3 @@ def _batches(rest: Spans, processes: int, rows: int) -> Iterator[Round]:
     while row_count(rest) >= processes * rows:
         batch, rest = cut(rest, processes * rows)
         yield Round(dealt(batch, processes, "block"), 1)
-
-
-def _unread(shares: tuple[Spans, ...], rows: int) -> Spans:
-    """What is left where each process has read ``rows`` rows of its own."""
-    return tuple(span for mine in shares for span in cut(mine, rows)[1])

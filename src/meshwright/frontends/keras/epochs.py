@@ -288,8 +288,8 @@ class _ShardedEpochs:
         self._reading = self._source.reading(group)
         if kind == "predict" and not self._reading.is_in_order:
             raise DataError(
-                f"{self._source!r}: outputs come in the order of rows, and files are read side by "
-                "side. Use by='off' for predict."
+                f"{self._source!r}: outputs come in the order of rows, and the processes read at "
+                "different places. Use by='off' for predict."
             )
         self._before = 0  # batches of the epoch before those that the reading counts
 
