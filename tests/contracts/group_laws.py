@@ -191,6 +191,31 @@ def batches_law(row: Any) -> None:
     agree_on(weights(sharded), weights(one))
 
 
+def own_batches_law(row: Any) -> None:
+    """Batches that each process makes itself train as one device's up to the end of the first."""
+    import warnings
+
+    import jax
+    from oracle import OneDevice, made, weights
+
+    build, x, y = regression(outputs=2)
+    read = []
+
+    def make(index: int, count: int) -> Any:
+        for start in range(8 * index, 32 if index else 45, 8 * count):
+            read.append(start)
+            yield x[start : start + 8], y[start : start + 8]
+
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    sharded, one = made(strategy, build), made(OneDevice(), build)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if jax.process_index() else "ignore")
+        strategy.fit(sharded, mw.shard(make, uneven="drop"), epochs=2, verbose=0)
+    assert set(read) == ({8, 24} if jax.process_index() else {0, 16, 32})
+    one.fit(x[:32], y[:32], batch_size=16, epochs=2, shuffle=False, verbose=0)
+    agree_on(weights(sharded), weights(one))
+
+
 def compressed(how: Any, devices: Any, x: Any, y: Any) -> dict[str, Any]:
     """The parameters after some steps whose gradients are compressed."""
     import jax.numpy as jnp
@@ -221,6 +246,7 @@ LAWS = {
     "input": input_law,
     "shard": shard_law,
     "batches": batches_law,
+    "own_batches": own_batches_law,
     "train": train_law,
     "save": save_law,
 }

@@ -68,6 +68,11 @@ def test_each_process_reads_its_share_of_the_batches_of_a_pydataset() -> None:
 
 
 @pytest.mark.full
+def test_an_epoch_of_batches_that_processes_make_ends_for_all_where_the_first_has_none() -> None:
+    _check("own_batches", ["model-dense"], timeout_s=300)
+
+
+@pytest.mark.full
 def test_two_processes_train_every_row_as_one_device_does() -> None:
     _check("train", [row.name for row in STRATEGIES if row.name != "model-dense"], timeout_s=1500)
 

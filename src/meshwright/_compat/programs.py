@@ -238,3 +238,6 @@ class GroupStore:
 
     def get(self, key: str) -> str:
         return self._client.blocking_key_value_get(f"{self._prefix}/{key}", self._wait_ms)
+
+    def delete(self, key: str) -> None:
+        self._client.key_value_delete(f"{self._prefix}/{key}")

@@ -2,6 +2,7 @@
 
 from .ahead import Ahead as Ahead
 from .context import InputContext as InputContext
+from .own_batches import OwnBatches as OwnBatches
 from .putter import Putter as Putter
 from .putter import put as put
 from .rows import HostRows as HostRows

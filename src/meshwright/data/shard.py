@@ -7,53 +7,25 @@ changes. Here the position is what is left of the epoch for all processes.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import jax
 import numpy as np
 
 from ..errors import DataError
-from ..layouts.layout import Layout
 from ..layouts.placement import Placement
+from .groups import Group
+from .own_batches import OwnBatches
 from .row_sources import Parse, RowSource, joined, row_source
 from .rows import LocalBatch
 from .spans import Dealing, Span, Spans, Step, after, steps_of
 
 By = Literal["auto", "file", "row", "off"]
 Uneven = Literal["pad", "drop"]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Which processes read the same rows as this one: group ``index`` of ``number``."""
-
-    index: int
-    number: int
-
-    @classmethod
-    def of(cls, placement: Placement) -> Group:
-        """That of this process, where batches lie along the placement's axes."""
-        pieces = placement.batch_shards
-        axes = placement.batch_axes or None
-        layout = Layout([axes], placement.mesh)
-        rows_of: dict[int, set[int]] = {}
-        for device, (rows, *_) in layout.sharding.devices_indices_map((pieces,)).items():
-            rows_of.setdefault(device.process_index, set()).add(rows.start or 0)
-        groups = sorted({tuple(sorted(rows)) for rows in rows_of.values()})
-        if sum(map(len, groups)) != pieces:
-            raise DataError(
-                "mw.shard: processes share some rows of a batch and not others on the mesh "
-                f"{placement.mesh.axes_text}. Put the axes of the batch first, or use by='off'."
-            )
-        return cls(groups.index(tuple(sorted(rows_of[jax.process_index()]))), len(groups))
-
-    @classmethod
-    def of_processes(cls) -> Group:
-        """Every process reads rows of its own."""
-        return cls(jax.process_index(), jax.process_count())
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +124,10 @@ class Reading:
         """Where all processes stand after the batches that were yielded."""
         return self.state_after(self._taken)
 
+    def goes_on_from(self, state: Any) -> bool:
+        """Whether this is a state of sharded rows."""
+        return isinstance(state, dict) and "rest" in state
+
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         rest = tuple(Span(*span) for span in state["rest"])
@@ -182,7 +158,7 @@ class Reading:
 
 def reading_of(batches: Any, placement: Placement) -> Any:
     """What this process reads of sharded rows under a placement; other batches are as they are."""
-    if isinstance(batches, ShardedRows):
+    if isinstance(batches, ShardedRows | OwnBatches):
         return batches.reading(Group.of(placement))
     return batches
 
@@ -214,7 +190,9 @@ def shard(
     any number of processes goes on from it; each row is read once.
 
     Sources that yield batches in an order of their own (``tf.data``, generators, Grain's
-    ``IterDataset``) are read whole by every process, which keeps its rows of each batch.
+    ``IterDataset``) are read whole by every process, which keeps its rows of each batch. To read
+    less, pass a function that makes them, ``make(index, count)``, with ``uneven="drop"``: it
+    yields the batches of process ``index`` of ``count``, with its rows only.
     Raises :class:`~meshwright.DataError`.
 
     >>> import numpy as np, meshwright as mw
@@ -230,16 +208,24 @@ def shard(
         faults.append(f"by must be one of {get_args(By)}; received {by!r}.")
     if uneven not in get_args(Uneven):
         faults.append(f"uneven must be 'pad' or 'drop'; received {uneven!r}.")
-    rows = row_source(source, parse)
+    make: Any = source
+    is_function = inspect.isroutine(source) or isinstance(source, functools.partial)
+    rows = None if is_function else row_source(source, parse)
+    if is_function and uneven != "drop":
+        faults.append(
+            f"uneven must be 'drop' for a function that makes batches; received {uneven!r}. An "
+            "epoch ends where the first process has no batch left."
+        )
     if rows is None:
         options = {"batch_size": batch_size, "seed": seed, "parse": parse, "to_batch": to_batch}
         refused = [f"{name}=" for name, value in options.items() if value is not None]
         refused += ["by='file'"] if by == "file" else []
+        keeps = "" if is_function else " (every process keeps its rows of each batch)"
         if refused:
             faults.append(
                 f"{', '.join(refused)} needs rows by number or files, and {type(source).__name__} "
-                "yields batches in an order of its own. Leave it out (every process keeps its rows "
-                "of each batch), or pass the paths of the files."
+                f"yields batches in an order of its own. Leave it out{keeps}, or pass the paths of "
+                "the files."
             )
     else:
         batch_size = rows.batch_size if batch_size is None else batch_size
@@ -253,7 +239,7 @@ def shard(
     if faults:
         raise DataError("\n".join(f"mw.shard: {fault}" for fault in faults))
     if rows is None:
-        return source
+        return OwnBatches(make) if is_function else source
     assert batch_size is not None
     return ShardedRows(rows, by, batch_size, seed, uneven, to_batch)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ... import _compat
 from ...checkpoint import Position
-from ...data import Ahead, HostRows, LocalBatch, LocalRows, ShardedRows
+from ...data import Ahead, HostRows, LocalBatch, LocalRows, OwnBatches, ShardedRows
 from ...data.fingerprint import noting_first
 from ...data.putter import row_count
 from ...data.shard import Group
@@ -53,7 +53,7 @@ class Epochs:
     ) -> None:
         self._local = isinstance(data.x, LocalRows)
         self._sharded: _ShardedEpochs | None = None
-        if isinstance(data.x, ShardedRows):
+        if isinstance(data.x, ShardedRows | OwnBatches):
             self._epochs = self._sharded = _ShardedEpochs(data, Group.of(placement), kind)
         else:
             self._epochs = _compat.numpy_batches(
@@ -69,8 +69,9 @@ class Epochs:
         self._is_array = not sharded and _compat.reads_arrays(self._epochs)
         self._is_one_shot = not sharded and _compat.is_one_shot(self._epochs)
         self._is_capped = data.steps is not None
+        copy = not (self._is_array or isinstance(data.x, ShardedRows))
         # A generator may fill the same buffer again while the devices still read it.
-        self._putter = batches.putter(placement, model, copy=not (self._is_array or sharded))
+        self._putter = batches.putter(placement, model, copy=copy)
         self._arrays: Any = None
         if self._is_array and jax.process_count() > 1 and not self._local:
             self._read_by_number(data.steps, data.shuffle)
@@ -78,7 +79,8 @@ class Epochs:
         self._row_wise: RowWise | None = None
         self._rows_of_full = 0
         self._warned = False
-        self._ahead = Ahead()
+        # Processes that wait for each other at each batch do so between the same steps.
+        self._ahead = Ahead(0) if isinstance(data.x, OwnBatches) else Ahead()
         self._peeked: tuple[list[Any], Iterator[Any]] | None = None
         self.first_facts: dict[str, str] = {}  # of the first batch that chunks() has read
 
@@ -275,7 +277,7 @@ class _ShardedEpochs:
     """The epochs of :func:`meshwright.shard`, with the methods of Keras' epoch iterator."""
 
     def __init__(self, data: Data, group: Group, kind: Kind) -> None:
-        self._source: ShardedRows = data.x
+        self._source: ShardedRows | OwnBatches = data.x
         names = ("y", "sample_weight", "class_weight", "steps")
         refused = [f"{name}=" for name in names if getattr(data, name) is not None]
         if data.batch_size not in (None, self._source.batch_size):
@@ -294,14 +296,14 @@ class _ShardedEpochs:
         self._before = 0  # batches of the epoch before those that the reading counts
 
     @property
-    def num_batches(self) -> int:
+    def num_batches(self) -> int | None:
         return self._source.num_batches
 
     def begin(self, epoch: int, start: Position | None) -> None:
         self._reading.begin(epoch)
         self._before = 0
         if start is not None and start.batches:
-            if not isinstance(start.data, dict) or "rest" not in start.data:
+            if not self._reading.goes_on_from(start.data):
                 raise DataError(
                     "the checkpoint was written in the middle of an epoch of other data than "
                     f"{self._source!r}, and has no position in its rows. Resume with that data."

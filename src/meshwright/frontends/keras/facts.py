@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ... import _compat
-from ...data import LocalRows, ShardedRows
+from ...data import LocalRows, OwnBatches, ShardedRows
 from ...data.fingerprint import arrays_text
 from ...run.facts import fields_text, seed_facts
 from ...run.options import Data, Schedule, Validation
@@ -43,7 +43,7 @@ def fit_facts(
         **_model_facts(model),
         **seed_facts({"keras": _compat.global_seed()}),
     }
-    if isinstance(data.x, ShardedRows):
+    if isinstance(data.x, ShardedRows | OwnBatches):
         facts["data x"] = repr(data.x)
     elif not isinstance(data.x, LocalRows):
         facts |= _data_facts(data)
@@ -61,7 +61,7 @@ def pass_facts(strategy: Sharded, model: keras.Model, data: Data) -> dict[str, s
         "steps": str(data.steps),
         **_model_facts(model),
     }
-    if isinstance(data.x, ShardedRows):
+    if isinstance(data.x, ShardedRows | OwnBatches):
         facts["data x"] = repr(data.x)
     elif not isinstance(data.x, LocalRows):
         facts |= _data_facts(data)
