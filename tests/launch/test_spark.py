@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,52 @@ def test_what_cannot_be_is_refused(sc, tmp_path, monkeypatch):
         mw.SparkLauncher(sc).run(train, 4, data=sc.parallelize([(1.0, 2.0)], 2))
     with pytest.raises(DataError, match="an RDD or a DataFrame of Spark; received lis"):
         mw.SparkLauncher(sc).run(train, 4, data=[1, 2])
+
+
+def killer(mark: Path, task: str) -> Callable[[], None]:
+    """A function that kills its worker once, or Spark's own Python worker, whose child that is."""
+
+    def kill_once() -> None:
+        if not mark.exists():
+            mark.write_text("killed")
+            os.kill(os.getppid() if task == "Spark" else os.getpid(), signal.SIGKILL)
+
+    return kill_once
+
+
+@spark_marks
+def test_servers_and_workers_are_tasks_and_one_that_dies_is_started_again(sc, tmp_path):
+    servers = mw.SparkLauncher(sc).parameter_servers(workers=1, ps=1)
+    with servers as cluster, mw.ParameterServer(cluster) as strategy:
+        coordinator = mw.ClusterCoordinator(strategy)
+        with strategy.scope():
+            total = strategy.variable(0.0)
+        for number in (1.0, 2.0, 3.0):
+            coordinator.schedule(total.assign_add, args=(number,))
+            coordinator.schedule(killer(tmp_path / "mark", "this"))
+        coordinator.join(timeout_s=120.0)
+        assert float(total.read()) == 6.0
+    assert (tmp_path / "mark").exists()
+    assert sc.parallelize(range(4), 2).sum() == 6  # both slots are free again
+
+
+@spark_marks
+def test_when_spark_ends_the_stage_of_the_servers_the_error_says_so(sc, tmp_path):
+    servers = mw.SparkLauncher(sc).parameter_servers(workers=1, ps=1)
+    with servers as cluster, mw.ParameterServer(cluster) as strategy:
+        coordinator = mw.ClusterCoordinator(strategy)
+        coordinator.schedule(killer(tmp_path / "mark", "Spark"))
+        with pytest.raises(mw.TaskError, match="Spark has ended the stage of the servers"):
+            coordinator.join(timeout_s=120.0)
+
+
+@spark_marks
+def test_servers_and_workers_need_a_slot_each(sc):
+    with (
+        pytest.raises(ClusterError, match=r"needs 3 tasks at once, and local\[2\] runs 2"),
+        mw.SparkLauncher(sc).parameter_servers(workers=2, ps=1),
+    ):
+        pass
 
 
 # Rows, without Spark

@@ -22,15 +22,12 @@ from ..extras import require
 from .addresses import join_address
 from .cluster import DescribedCluster
 from .group_options import GroupOptions
-from .joining import variables_of
+from .keeper import TaskKeeper
 from .keys import Keys
-from .logs import LogPump
-from .processes import free_port, own_module
+from .processes import free_port
 from .remote import Result, Work, attempts, run_part, values_of
 from .settings import TaskSettings
 from .spec import ClusterSpec, Task
-from .supervision import Restarts
-from .supervisor import Supervisor
 
 _LAST_WORDS_S = 20.0  # after an actor's death: for the others to notice, say so, and end
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
@@ -241,39 +238,12 @@ class Agent:
             return run_part(work, options, Path(folder))
 
 
-class TaskKeeper:
+class TaskActor(TaskKeeper):
     """In an actor: keeps one worker or parameter server running."""
-
-    def __init__(self) -> None:
-        self._supervisor = Supervisor(LogPump(show=True))
 
     def address(self) -> str:
         """A ``host:port`` of this node."""
         return Agent().meeting()
-
-    def start(self, settings: TaskSettings, keys: Keys, devices: int | None) -> None:
-        """Start the task; it is started again whenever it dies."""
-        from dataclasses import replace
-
-        from ..topology import virtual_device_variables
-
-        folder = self._supervisor.folder.path
-        path = folder / "keys.json"
-        keys.save(path)
-        snapshots = str(folder / "snapshots")
-
-        def command(generation: int) -> Any:
-            this = replace(settings, generation=generation, snapshot_dir=snapshots)
-            env = variables_of(this, str(path))
-            if devices is not None and settings.task.job == "worker":
-                env |= virtual_device_variables(devices, {**os.environ, **env})
-            return own_module(["-m", "meshwright.ps.task"], env)
-
-        self._supervisor.start(settings.task, command, Restarts())
-
-    def stop(self) -> None:
-        """End the task."""
-        self._supervisor.close(2.0)
 
 
 def _make_agent(ray: Any) -> Any:
@@ -281,4 +251,4 @@ def _make_agent(ray: Any) -> Any:
 
 
 def _make_task_actor(ray: Any) -> Any:
-    return ray.remote(TaskKeeper)
+    return ray.remote(TaskActor)

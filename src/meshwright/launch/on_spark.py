@@ -7,6 +7,7 @@ processes, as with ``InputMode.SPARK`` of TensorFlowOnSpark.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import json
 import pickle
 import sys
@@ -22,6 +23,7 @@ from .group_options import GroupOptions
 from .processes import free_port
 from .remote import Work, attempts, run_part, values_of
 from .rows import Uneven, agree_on, note_length, spool
+from .spark_servers import SparkCluster, reason_of, servers_on_spark
 
 
 class SparkLauncher:
@@ -59,14 +61,9 @@ class SparkLauncher:
                 f"received {num_processes} and {max_restarts}."
             )
         require("pyspark", ClusterError, "SparkLauncher needs PySpark", "spark")
-        slots = sc.defaultParallelism
-        count = slots if num_processes is None else num_processes
-        if sc.master.startswith("local") and count > slots:
-            raise ClusterError(
-                f"a barrier stage needs {count} tasks at once, and {sc.master} runs {slots}: use "
-                f"local[{count}], or fewer processes."
-            )
+        count = sc.defaultParallelism if num_processes is None else num_processes
         self._sc, self._count, self._max_restarts = sc, count, max_restarts
+        self._check_slots(count)
         self._options = GroupOptions(
             devices=devices, stall_s=stall_s, join_s=join_s, nodes=count, rendezvous="later:0"
         )
@@ -99,8 +96,8 @@ class SparkLauncher:
             try:
                 parts = rows.barrier().mapPartitions(part).collect()
             except Py4JJavaError as error:
-                reason = str(error.java_exception).splitlines()[0]
-                raise ProcessError(f"Spark has ended the barrier stage: {reason}") from error
+                text = f"Spark has ended the barrier stage: {reason_of(error)}"
+                raise ProcessError(text) from error
             replies = [pickle.loads(reply) for reply in parts]
             errors = [reply for reply in replies if isinstance(reply, Exception)]
             if errors:
@@ -111,6 +108,32 @@ class SparkLauncher:
             print(f"meshwright: {line}", file=sys.stderr, flush=True)
 
         return attempts(self._max_restarts, once, note)
+
+    @contextlib.contextmanager
+    def parameter_servers(self, workers: int = 2, ps: int = 1) -> Iterator[SparkCluster]:
+        """A cluster of workers and parameter servers in a barrier stage, the driver as its chief.
+
+        ``num_processes`` is not used; Spark must run ``workers + ps`` tasks at once, within
+        ``join_s``, and their hosts reach ``spark.driver.host``. A process that dies is started
+        again where it was. When Spark ends the stage, as it does when one of its own tasks dies,
+        :class:`~meshwright.TaskError` is raised. Use it as::
+
+            with launcher.parameter_servers(workers=4, ps=2) as cluster:
+                strategy = mw.ParameterServer(cluster)
+        """
+        self._check_slots(workers + ps)
+        self._check_python()
+        options = self._options
+        with servers_on_spark(self._sc, workers, ps, options.devices, options.join_s) as cluster:
+            yield cluster
+
+    def _check_slots(self, count: int) -> None:
+        master, slots = self._sc.master, self._sc.defaultParallelism
+        if master.startswith("local") and count > slots:
+            raise ClusterError(
+                f"a barrier stage needs {count} tasks at once, and {master} runs {slots}: use "
+                f"local[{count}], or fewer processes."
+            )
 
     def _check_python(self) -> None:
         """Look at the Python of one executor, before anything there imports this package."""
