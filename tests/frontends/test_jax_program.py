@@ -102,3 +102,56 @@ def test_the_forward_pass_is_right_for_split_images_as_they_lie():
     found = trainer.forward(trainer.init(), jax.device_put(images, mw.Layout(split, mesh).sharding))
     # XLA alone is wrong by a tenth of the largest output.
     np.testing.assert_allclose(found, forward({"kernel": kernel}, images), atol=1e-4)
+
+
+def on_one_device(program, batch):
+    mesh = mw.create_mesh({"batch": 1}, devices=jax.devices()[:1])
+    trainer = mw.Trainer(program, mw.Placement.of(mesh, {}))
+    return trainer.step(trainer.init(), batch)
+
+
+def test_two_parameters_of_one_path_are_refused():
+    params = {"a/b": jnp.ones([4, 1]), "a": {"b": jnp.zeros([4, 1])}}
+    with pytest.raises(mw.ModelError) as caught:
+        mw.jax_program(lambda p, x: jnp.mean(x @ p["a/b"]), params, optax.sgd(0.1))
+    assert str(caught.value) == ("['a']['b'] and ['a/b'] have the same path, 'a/b': rename a key.")
+
+
+def test_parameters_keep_their_dtype_as_by_optax():
+    params, optimizer = {"w": jnp.ones([4, 1], "bfloat16")}, optax.adam(0.1, mu_dtype="float32")
+    rows = jnp.ones([8, 4], "bfloat16")
+
+    def mean(params, rows):
+        return jnp.mean(rows @ params["w"])
+
+    state, _ = on_one_device(mw.jax_program(mean, params, optimizer), rows)
+    changes, _ = optimizer.update(jax.grad(mean)(params, rows), optimizer.init(params), params)
+    expected = optax.apply_updates(params, changes)["w"]
+    assert state.params["w"].dtype == expected.dtype == "bfloat16"
+    np.testing.assert_array_equal(state.params["w"], expected)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (lambda rows: rows, r"received float32 of shape \(8,\)\. Take a mean"),
+        (lambda rows: None, "received NoneType"),
+        (lambda rows: jnp.sum(rows > 0), r"received int32 of shape \(\)"),
+        (lambda rows: (rows.mean(), [1.0]), "must be a dict of scalars.*received list"),
+        (lambda rows: (rows.mean(), {"a": {"b": 1.0}}), "log 'a' of the loss is a dict"),
+        (lambda rows: (rows.mean(), {}, {}), "received tuple"),
+    ],
+)
+def test_a_loss_that_returns_something_else_says_what(returned, words):
+    program = mw.jax_program(
+        lambda p, x: returned((x @ p["w"])[:, 0]), {"w": jnp.ones([4, 1])}, optax.sgd(0.1)
+    )
+    with pytest.raises(mw.ModelError, match=words):
+        on_one_device(program, np.ones([8, 4], "float32"))
+
+
+def test_parameters_without_a_gradient_are_named():
+    params = {"w": jnp.ones([4, 1]), "rngs": {"count": jnp.zeros([], "uint32")}}
+    program = mw.jax_program(lambda p, x: jnp.mean(x @ p["w"]), params, optax.sgd(0.1))
+    with pytest.raises(mw.ModelError, match=r"received rngs/count \(uint32\)\. Leave them out"):
+        on_one_device(program, np.ones([8, 4], "float32"))

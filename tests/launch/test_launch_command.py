@@ -63,6 +63,8 @@ def test_the_program_gets_its_arguments_and_gives_its_exit_code(program):
 def test_a_program_that_is_not_there_and_numbers_that_are_wrong_are_refused(program):
     with pytest.raises(ClusterError, match=r"no program 'nowhere.py'"):
         run_launched(["nowhere.py"])
+    with pytest.raises(ClusterError, match="unknown option '--proceses'"):
+        run_launched(["--proceses", "2", program("")])
     with pytest.raises(ClusterError, match="workers=0"):
         run_launched([program("")], workers=0)
 

@@ -176,6 +176,10 @@ def test_without_a_mesh_all_devices_share_the_batch(job, asked):
             ["build", "--target", "cpu:8", *MESH, "--layout", "kernel"],
             "Invalid value for '--layout': expected pattern:layout",
         ),
+        (
+            ["build", "--target", "cpu:8", *MESH, "--option", "accumulate=two"],
+            "accumulate='two': say how many micro-batches",
+        ),
         (["build", "--target", "cpu:8", *MESH, "--option", "zeroo=1"], "argument 'zeroo'"),
         (["build", "--target", "cpu:8", *MESH, "--option", "layouts=1"], "--layout"),
         (["build", "--target", "cpu:8", "--layout", "hidde:batch"], "'model'"),

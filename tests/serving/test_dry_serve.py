@@ -96,8 +96,23 @@ def test_the_command_knows_the_precision_of_a_server(
     done = CliRunner().invoke(dry_run, [*words, "--serve", "--rows", "8", *asked])
     assert done.exit_code == 0, (done.output, done.exception)
     assert set(held.values()) == {reports[0].weight_bytes}
-    refused = CliRunner().invoke(dry_run, [*words, "--precision", "int8"])
-    assert (refused.exit_code, "--precision goes with --serve" in refused.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--precision", "int8"], "--precision: only valid with --serve"),
+        (["--rows", "8", "--qps", "9"], "--rows, --qps: only valid with --serve"),
+        (["--serve", "--p99-ms", "9"], "--p99-ms: only valid with --qps"),
+        (["--serve", "--measure"], "--measure: not supported with --serve"),
+        (["--serve", "--save", "a", "--html", "b"], "--html, --save: not supported with --serve"),
+        (["--serve", "--tolerance", "0.1"], "--tolerance: not supported with --serve"),
+        (["--tolerance", "0.1"], "--tolerance: only valid with --check"),
+    ],
+)
+def test_options_of_the_other_kind_of_dry_run_are_refused(options, message):
+    refused = CliRunner().invoke(dry_run, ["test_dry_serve:built", "--target", "h100:8", *options])
+    assert (refused.exit_code, message in refused.output) == (2, True), refused.output
 
 
 def test_a_model_of_eight_bits_that_cannot_be_made_again_is_refused() -> None:

@@ -22,6 +22,7 @@ from .options import (
     timeout_option,
 )
 from .texts import LockFile, NewFile, PriceText, SizesText
+from .typed import refuse_with, refuse_without
 
 if TYPE_CHECKING:
     from ..layouts.layout import Layout
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from ..planning.lock import Lock
     from ..serving.options import Precision
     from ..targets.target import Target
+
+
+_OF_SERVING = ("rows", "precision", "qps", "p99_ms")  # options that mean something with --serve
+_OF_STEPS = ("html", "trace", "measure", "save", "before", "tolerance")
 
 
 @click.command("dry-run", cls=Command, short_help="Report what a step costs on a target.")
@@ -163,8 +168,15 @@ def dry_run(
     from ..planning.lock import lock_of
     from .planning import DryRunOptions, checked, run, run_here, run_serving
 
-    if precision is not None and not serve:
-        raise click.UsageError("--precision goes with --serve: it is that of a server's weights.")
+    ctx = click.get_current_context()
+    if serve:
+        refuse_with(ctx, _OF_STEPS, "--serve")
+    else:
+        refuse_without(ctx, _OF_SERVING, "--serve")
+    if qps is None:
+        refuse_without(ctx, ("p99_ms",), "--qps")
+    if before is None:
+        refuse_without(ctx, ("tolerance",), "--check")
     request = DryRunOptions(
         build,
         target,

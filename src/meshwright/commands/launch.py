@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from .config import config_option
 from .group import Command, argument, option, traceback_option
 from .options import seconds_option
+from .typed import as_typed, refuse_with, refuse_without, typed
 
 if TYPE_CHECKING:
     from ..launch.manifests import Job
@@ -162,14 +162,14 @@ def launch(
     """
     fixed = None if processes is None else processes[1]
     if options["write"]:
-        _refuse_with(ctx, (*_NOT_OF_JOBS, *_OF_CLUSTERS, "ray"), "--write")
+        refuse_with(ctx, (*_NOT_OF_JOBS, *_OF_CLUSTERS, "ray"), "--write")
         _check_one_number(ctx, "--write", processes, options["nodes"])
         click.echo(_job(ctx, program, fixed, options).write(options["write"]), nl=False)
         return
     if options["ray"]:
         _run_on_ray(ctx, program, processes, options)
         return
-    _refuse_without(ctx, ("gpus", "name", "image"), "--write")
+    refuse_without(ctx, ("gpus", "name", "image"), "--write")
     other = _OF_GROUPS if processes is None else _OF_CLUSTERS
     _refuse(ctx, other, processes is not None)
     if processes is None:
@@ -190,7 +190,7 @@ def launch(
                 "the processes on each.",
                 ctx,
             )
-        passed_on = ["--processes", str(most), *_as_typed(ctx, _PASSED_ON)]
+        passed_on = ["--processes", str(most), *as_typed(ctx, _PASSED_ON)]
         least_hosts = least_nodes if least_nodes < nodes else None
         hosts = options["hosts"].split(",")
         raise SystemExit(run_on_hosts(hosts, passed_on, program, least_hosts))
@@ -200,7 +200,7 @@ def launch(
 
         if least < most:
             raise click.UsageError("several hosts need one number of --processes.", ctx)
-        passed_on = ["--processes", str(most), *_as_typed(ctx, _PASSED_ON)]
+        passed_on = ["--processes", str(most), *as_typed(ctx, _PASSED_ON)]
         script = options["host_discovery_script"]
         raise SystemExit(run_on_listed_hosts(script, passed_on, program, least_nodes, nodes))
 
@@ -255,8 +255,8 @@ def _run_on_ray(
 ) -> None:
     from ..launch.on_ray import RayLauncher
 
-    _refuse_without(ctx, ("name", "image"), "--write")
-    _refuse_with(ctx, (*_NOT_OF_RAY, *_OF_CLUSTERS), "--ray")
+    refuse_without(ctx, ("name", "image"), "--write")
+    refuse_with(ctx, (*_NOT_OF_RAY, *_OF_CLUSTERS), "--ray")
     if processes is None:
         raise click.UsageError("--ray needs --processes N.", ctx)
     _check_one_number(ctx, "--ray", processes)
@@ -272,32 +272,6 @@ def _run_on_ray(
     launcher.run_program(program)
 
 
-def _is_typed(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-
-
-def _typed(ctx: click.Context, names: tuple[str, ...]) -> str:
-    """Those of these options that are on the command line, as they are written there."""
-    typed = []
-    for param in ctx.command.params:
-        if param.name in names and _is_typed(ctx, str(param.name)):
-            is_off = ctx.params[str(param.name)] is False
-            typed.append((param.secondary_opts if is_off else param.opts)[0])
-    return ", ".join(typed)
-
-
-def _refuse_without(ctx: click.Context, names: tuple[str, ...], needed: str) -> None:
-    """Options that mean something beside another one alone."""
-    if typed := _typed(ctx, names):
-        raise click.UsageError(f"{typed}: only valid with {needed}.", ctx)
-
-
-def _refuse_with(ctx: click.Context, names: tuple[str, ...], mode: str) -> None:
-    """Options of the command line that mean nothing beside another one."""
-    if typed := _typed(ctx, names):
-        raise click.UsageError(f"{typed}: not supported with {mode}.", ctx)
-
-
 def _check_one_number(
     ctx: click.Context,
     mode: str,
@@ -309,22 +283,8 @@ def _check_one_number(
             raise click.UsageError(f"{name} must be one number with {mode}.", ctx)
 
 
-def _as_typed(ctx: click.Context, names: tuple[str, ...]) -> list[str]:
-    """Options with their values, as another launcher takes them."""
-    typed = []
-    for param in ctx.command.params:
-        value = ctx.params.get(str(param.name))
-        if param.name not in names or value is None:
-            continue
-        if isinstance(value, bool):
-            typed.append((param.opts if value else param.secondary_opts)[0])
-        else:
-            typed += [param.opts[0], str(value)]
-    return typed
-
-
 def _refuse(ctx: click.Context, names: tuple[str, ...], is_group: bool) -> None:
     """Options of the command line that belong to the other kind of launch are an error."""
-    if typed := _typed(ctx, names):
+    if wrong := typed(ctx, names):
         kind = "a cluster of workers and servers" if is_group else "a group (--processes N)"
-        raise click.UsageError(f"{typed}: only valid for {kind}.", ctx)
+        raise click.UsageError(f"{wrong}: only valid for {kind}.", ctx)

@@ -153,8 +153,9 @@ def _case(request: DryRunOptions, here: bool = False) -> _Case:
         virtual_devices(target.num_devices if here else 1)
     case = built_case(build, layouts, options)
     setup = setups(case, [mesh.abstract()])[0]
+    strategy = _strategy(case, setup)  # also checks the options
     batch = _micro_batch(case.batches[0], batch_size, setup.options.get("accumulate", 1))
-    return _Case(case.model, batch, _strategy(case, setup), mesh, target, compile)
+    return _Case(case.model, batch, strategy, mesh, target, compile)
 
 
 class _Progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,8 @@ def jax_program(
     inputs)`` is only needed for prediction. ``name`` is shown in reports. ``batch`` is an example,
     or its shapes, and is only needed for a pipeline, which is cut by it. Paths of parameters are
     their keys joined by ``/``. Raises :class:`~meshwright.ModelError` for a loss with other
-    arguments that have no default.
+    arguments that have no default and for two parameters of one path; a step raises it for a loss
+    that returns something else and for parameters that are integers.
 
     >>> import optax
     >>> program = jax_program(lambda p, b: p["w"] * b, {"w": jnp.ones([])}, optax.adam(0.1))
@@ -161,7 +162,7 @@ class _Functions:
         self, values: Arrays, whole: TrainState, batch: Batch, training: bool
     ) -> tuple[Any, Aux]:
         result = self.loss(self.tree.whole(values), batch, **self.extras.values(whole, batch))
-        value, logs = result if isinstance(result, tuple) else (result, {})
+        value, logs = _value_and_logs(result)
         state = self.extras.after_batch(whole.state, batch) if training else whole.state
         return value, Aux(value, logs, state, whole.metrics)
 
@@ -174,8 +175,37 @@ class _Functions:
         changes, new = self.optimizer.update(
             tree.whole(grads), slot_tree.whole(slots), tree.whole(values)
         )
-        moved = {path: values[path] + change for path, change in tree.named(changes).items()}
+        moved = {path: _moved(values[path], by) for path, by in tree.named(changes).items()}
         return moved, {**slot_tree.named(new), **self.extras.after_step(slots)}
+
+
+def _value_and_logs(result: Any) -> tuple[Any, Logs]:
+    """Both parts of what a loss returned, or :class:`~meshwright.ModelError` for anything else."""
+    value: Any = result
+    logs: Any = {}
+    if isinstance(result, tuple) and len(result) == 2:
+        value, logs = result
+    dtype, dims = getattr(value, "dtype", None), getattr(value, "shape", ())
+    is_float = isinstance(value, float) if dtype is None else jnp.issubdtype(dtype, jnp.floating)
+    if dims or not is_float:
+        kind = type(value).__name__ if dtype is None else f"{dtype} of shape {dims}"
+        raise ModelError(
+            "the loss must return one floating-point number, or (number, logs); received "
+            f"{kind}. Take a mean over the rows, such as jnp.mean."
+        )
+    if not isinstance(logs, Mapping):
+        raise ModelError(
+            "the logs that a loss returns must be a dict of scalars, such as {'accuracy': value}; "
+            f"received {type(logs).__name__}."
+        )
+    if nested := [name for name, log in logs.items() if isinstance(log, Mapping)]:
+        raise ModelError(f"log {nested[0]!r} of the loss is a dict: name each scalar by itself.")
+    return value, dict(logs)
+
+
+def _moved(value: Any, change: Any) -> Any:
+    """In the dtype of the parameter, as by ``optax.apply_updates``."""
+    return (value + change).astype(value.dtype)
 
 
 def _makes_parameters(params: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from ..errors import ModelError
 from ..layouts.dim_names import DimNames
 from ..layouts.params import ParamInfo, Role
 from ..program import Arrays
@@ -16,7 +17,7 @@ class Tree:
     """The paths of a pytree's arrays: keys joined by ``/``.
 
     ``is_array`` says of nodes that hold one array each that they are it; their dims may have names,
-    which ``names`` tells.
+    which ``names`` tells. Raises :class:`~meshwright.ModelError` for two arrays with one path.
 
     >>> Tree({"a": [1.0, 2.0]}).named({"a": [3.0, 4.0]})
     {'a/0': 3.0, 'a/1': 4.0}
@@ -35,6 +36,8 @@ class Tree:
             jax.tree_util.keystr(path, simple=True, separator="/") or "params"
             for path, _ in with_paths
         ]
+        if len({*self._paths}) < len(self._paths):
+            _refuse_clash(self._paths, [jax.tree_util.keystr(path) for path, _ in with_paths])
 
     def named(self, tree: Any) -> Arrays:
         """The arrays of a tree of this structure by path."""
@@ -59,6 +62,12 @@ class Tree:
             )
             for path, leaf, names in zip(self._paths, self._leaves, self._names, strict=True)
         )
+
+
+def _refuse_clash(paths: list[str], keys: list[str]) -> None:
+    twice = next(path for path in paths if paths.count(path) > 1)
+    same = " and ".join(key for path, key in zip(paths, keys, strict=True) if path == twice)
+    raise ModelError(f"{same} have the same path, {twice!r}: rename a key.")
 
 
 def _owner(path: str, dims: tuple[int, ...], owners: tuple[ParamInfo, ...]) -> str | None:

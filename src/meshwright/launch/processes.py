@@ -56,6 +56,11 @@ def own_module(arguments: Iterable[str], env: Mapping[str, str]) -> Command:
 def check_program(arguments: Sequence[str]) -> None:
     """Raise :class:`~meshwright.errors.ClusterError` for what Python cannot run: a file, or -m."""
     is_module = arguments[0] == "-m" and len(arguments) > 1
+    if not is_module and arguments[0].startswith("-"):
+        raise ClusterError(
+            f"unknown option {arguments[0]!r}. Options come before the program and are listed by "
+            "`meshwright launch --help`; the program is a file, or a module by -m."
+        )
     if not is_module and not Path(arguments[0]).is_file():
         raise ClusterError(
             f"there is no program {arguments[0]!r} to launch. Name a file, or a module by -m."

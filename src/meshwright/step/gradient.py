@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import ModelError
 from ..jaxprs.branches import with_free_results
 from ..jaxprs.edits import count_uses, edited
 from ..jaxprs.primitives import MOVES, PRODUCTS
@@ -42,6 +43,7 @@ def gradient(
     def differentiated(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Aux, Arrays]:
         import jax
 
+        _check_dtypes(params)
         (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, whole, batch)
         return aux, grads
 
@@ -52,6 +54,22 @@ def gradient(
 
     derivative = edited(differentiated, edit)
     return derivative if sums is None else summed_in(derivative, sums)
+
+
+def _check_dtypes(params: Arrays) -> None:
+    import jax.numpy as jnp
+
+    fixed = [
+        f"{path} ({value.dtype})"
+        for path, value in params.items()
+        if not jnp.issubdtype(value.dtype, jnp.inexact)
+    ]
+    if fixed:
+        raise ModelError(
+            f"parameters must be floating-point numbers to be trained; received {', '.join(fixed)}."
+            " Leave them out of params (flax.nnx.split, equinox.partition): the loss can close over"
+            " them."
+        )
 
 
 # Products the other way round
