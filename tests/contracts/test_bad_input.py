@@ -394,3 +394,9 @@ def test_every_option_of_fit_is_looked_at_first(tmp_path: Path) -> None:
         strategy().fit(model, X, Y, batch_size=0, epochs=None)
     assert int(model.optimizer.iterations) == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_not_built_has_nothing_to_explain():
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    with pytest.raises(mw.ModelError, match="'empty' has no variables to explain: build it first"):
+        strategy.explain(keras.Sequential([keras.layers.Dense(2)], name="empty"))

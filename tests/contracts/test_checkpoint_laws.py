@@ -234,6 +234,7 @@ def test_keep_and_save_every_are_what_they_say(tmp_path: Path) -> None:
         ({"save_every": 0}, "save_every must be"),
         ({"keep": 0}, "keep=0"),
         ({"checkpoint": None, "save_every": 3}, "save_every=3 needs checkpoint="),
+        ({"checkpoint": None, "resume": True}, "resume=True needs checkpoint="),
     ],
 )
 def test_options_that_contradict_the_directory_are_errors(

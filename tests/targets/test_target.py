@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.planning import Target
+from meshwright.targets.hardware import hardware_of
 from meshwright.testing import run_in_fresh_process
 
 # As get_topology_desc (libtpu 0.0.42) counts them; test_ahead_tpu.py asks it again.
@@ -88,3 +89,9 @@ def test_targets_are_read_without_jax():
 def test_a_kind_that_there_is_not_is_told_the_nearest():
     with pytest.raises(mw.TargetError, match=r"unknown kind of target 'h10'. Did you mean 'h100'"):
         Target.of("h10:8")
+
+
+@pytest.mark.parametrize("read", [Target.of, hardware_of])
+def test_what_is_neither_a_target_nor_a_text_is_refused(read):
+    with pytest.raises(mw.TargetError, match=r"expected a target such as 'h100:8'; received 8\."):
+        read(8)

@@ -102,6 +102,8 @@ class Saver:
         Raises :class:`CheckpointError` if they contradict each other or what the directory holds.
         """
         if directory is None:
+            if resume is True:
+                raise CheckpointError("resume=True needs checkpoint=<directory>.")
             return cls(every=every, peer_copies=peer_copies)
         checkpoints = Checkpoints(directory, keep)
         start = _start_of(checkpoints, resume)

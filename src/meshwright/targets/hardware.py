@@ -145,7 +145,8 @@ def hardware_of(target: Target | str) -> Hardware:
     >>> hardware_of("cpu:8").memory_bandwidth_bytes_per_s is None  # calibrate("cpu:8") measures it
     True
     """
-    name = target.kind if isinstance(target, Target) else target.partition(":")[0].strip().lower()
+    is_text = isinstance(target, str)
+    name = target.partition(":")[0].strip().lower() if is_text else Target.of(target).kind
     published = _published()
     if name in published:
         return published[name]

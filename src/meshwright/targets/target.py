@@ -105,8 +105,15 @@ class Target:
 
     @classmethod
     def of(cls, target: Target | str) -> Target:
-        """The target itself, or the one that a text names."""
-        return cls.from_string(target) if isinstance(target, str) else target
+        """The target itself, or the one that a text names.
+
+        Raises :class:`~meshwright.TargetError` for anything else.
+        """
+        if isinstance(target, str):
+            return cls.from_string(target)
+        if not isinstance(target, Target):
+            raise TargetError(f"expected a target such as 'h100:8'; received {target!r}.")
+        return target
 
     @property
     def platform(self) -> str:

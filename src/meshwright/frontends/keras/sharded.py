@@ -175,12 +175,15 @@ class Sharded(LaidOut, Replicas):
         """Every variable of a built model: its layout, where that comes from, bytes per device.
 
         Of a pipeline, every variable as a step holds it, the stages and the tick table; ``batch``
-        is then needed while nothing was trained. ``print`` it for a table.
+        is then needed while nothing was trained. ``print`` it for a table. Raises
+        :class:`~meshwright.ModelError` for a model that is not built.
         """
         check_model(model)
         if self.how.pipeline is not None:
             return self._steps(model, batch).explained
-        return Explanation(self.mesh, tuple(placed for _, placed in self._placed(model)))
+        if not (variables := tuple(placed for _, placed in self._placed(model))):
+            raise ModelError(f"model {model.name!r} has no variables to explain: build it first.")
+        return Explanation(self.mesh, variables)
 
     # Training: our own loop over pure functions
 
