@@ -191,6 +191,13 @@ def test_a_wrong_request_has_its_own_message(body):
         tf_serving.read(body.encode(), X, LIMITS)
 
 
+@pytest.mark.parametrize("body", ['{"instances": ["a secret"', '{"inputs": {"x": "a secret"}}'])
+def test_values_of_a_wrong_body_are_not_in_the_message_which_is_logged(body):
+    with pytest.raises(RequestError) as caught:
+        tf_serving.read(body.encode(), X, LIMITS)
+    assert "a secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("value", [[[300, 1]], [[-1, 1]], [[1.0, 1]], [[1e30, 1]], [[10**30, 1]]])
 def test_an_integer_keeps_its_value_or_is_refused(value):
     spec = [TensorSpec("x", "uint8", (None, 2))]

@@ -13,7 +13,7 @@ from ...errors import RequestError
 from ...units import bytes_text
 from .json_pieces import dumped_in_pieces, loaded_in_pieces
 from .limits import Limits
-from .problems import BodyTooLargeError, refuse, short
+from .problems import BodyTooLargeError, refuse
 
 _WRITE = orjson.OPT_SERIALIZE_NUMPY
 
@@ -31,8 +31,8 @@ def parsed(body: bytes | memoryview, limits: Limits, what: str = "the body") -> 
     try:
         return loaded_in_pieces(body)
     except ValueError as error:
-        fault, text = str(error), bytes(body)
-    raise RequestError(f"{what} is not valid JSON: {fault}. It begins with {short(text)}.")
+        fault = str(error)
+    raise RequestError(f"{what} is not valid JSON: {fault}.")
 
 
 def check_text(body: bytes | memoryview, limits: Limits) -> None:

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ..api import TensorSpec
+from .json_text import kind_of
 from .problems import short
 
 _ELEMENTS = 1 << 14  # that become arrays at once, which no other thread interrupts
@@ -42,7 +43,7 @@ def array_of(value: Any, spec: TensorSpec, faults: list[str], flat: bool = False
     ["input 'x': expected int32 values; received null."]
     """
     if not isinstance(value, list):
-        faults.append(f"input {spec.name!r}: expected an array of rows; received {short(value)}.")
+        faults.append(f"input {spec.name!r}: expected an array of rows; received {kind_of(value)}.")
         return None
     if (joined := _in_pieces(value, spec, flat)) is not None:
         return joined
