@@ -3,117 +3,31 @@
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
-import json
 import math
 import re
-import statistics
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-import keras
-import models
 import pytest
 from click.testing import CliRunner
-from keras import layers
-from models import shapes
+from pages import EVIL, MESH, bare, looped, page, report, rows_of, text
 
 import meshwright as mw
 from meshwright.cli import main
 from meshwright.commands import planning as planning_commands
-from meshwright.display import figures
 from meshwright.display.drawing.canvas import text_width
-from meshwright.display.moments import COMPUTE, MEMORY, Span, moments_of, record
 from meshwright.display.page.layouts import alike
 from meshwright.display.page.memory import parts_of
 from meshwright.display.page.pictures import mesh_picture
-from meshwright.display.page.timeline import SLOTS, slots_of
-from meshwright.frontends.dry_runs import dry_run
-from meshwright.frontends.keras.abstract import abstract
 from meshwright.hlo import traffic
-from meshwright.hlo.collectives import Collective
-from meshwright.hlo.costs import LayerCost, Loop, Operation
-from meshwright.hlo.links import AxisLink
-from meshwright.hlo.schedule import Clock, run
-from meshwright.hlo.text import Array
+from meshwright.hlo.costs import LayerCost
 from meshwright.hlo.traffic import Transfer
 from meshwright.layouts.params import ParamInfo, Placed
 from meshwright.planning import Target
-from meshwright.planning.dry_run import DryRun, Memory
-from meshwright.planning.search.plan import Option, Plan, Reason
-from meshwright.targets.hardware import Hardware, Link
-
-MESH = mw.Mesh({"batch": 4, "model": 2})
-GUESS = Hardware(
-    "guess",
-    (("float32", 1e9),),
-    memory_bytes=1 << 30,
-    memory_bandwidth_bytes_per_s=1e9,
-    links=(Link("shared", "shared", 1e9),),
-    sources=(("memory_bytes", "a <guess> & no more"),),
-)
-EVIL = "<script>alert('1')</script>&amp;"
-
-
-@functools.cache
-def report() -> DryRun:
-    """Of a model with an unexpected gather and a layer of an evil name."""
-    with abstract():
-        model = keras.Sequential(
-            [
-                keras.Input([16]),
-                layers.Dense(32, activation="relu", use_bias=False, name="w"),
-                layers.Dense(16, use_bias=False, name="v"),
-                layers.Dense(16, name="<script>"),
-            ],
-            name="<b>net",
-        )
-        model.compile("adam", "mse")
-    strategy = mw.Sharded(MESH, {"w/kernel": [None, "model"]})
-    batch = shapes(64, 16), shapes(64, 16)
-    return dry_run(model, batch, strategy=strategy, target="cpu:8", hardware=GUESS)
-
-
-@functools.cache
-def looped() -> DryRun:
-    """Of a step with a loop over layers."""
-
-    placement = mw.Placement.of(mw.Mesh({"batch": 8}), zero=3)
-    return dry_run(
-        models.looped(6, 64), shapes(32, 64), strategy=placement, target="cpu:8", hardware=GUESS
-    )
-
-
-def bare(**more) -> DryRun:
-    """A report without a compilation."""
-    memory = Memory(6, 12, 1, 1, 6, **more)
-    return DryRun("net", Target.of("v5e:2x4"), (("batch", 8),), memory)
-
-
-def page(found: DryRun) -> ElementTree.Element:
-    """The page as a tree; raises for one that is not well formed."""
-    return ElementTree.fromstring(found.to_html())
-
-
-def text(element: ElementTree.Element) -> str:
-    """What a reader sees: texts without scripts, styles, and the words of pictures."""
-    if element.tag in ("script", "style", "head"):
-        return ""
-    own = element.text or ""
-    return own + "".join(f"{text(child)}{child.tail or ''}" for child in element)
-
-
-def rows_of(tree: ElementTree.Element, name: str) -> list[list[str]]:
-    (box,) = (each for each in tree.iter("div") if each.get("id") == name)
-    (body,) = box.iter("tbody")
-    return [[text(cell).strip() for cell in row] for row in body]
-
-
-# The page as a whole
 
 
 @pytest.mark.full_for("floors", "loop", "report")
@@ -260,159 +174,6 @@ def test_a_layer_with_an_evil_name_is_shown_by_its_name():
     assert "<b>net" not in report().to_html()
 
 
-# A plan and its alternatives
-
-
-def option(time_s, peak_bytes, axes=(("batch", 8),), rules=(("batch", ("batch",)),), **more):
-    told = {"zero": 0, "accumulate": 1, "remat": "none", **more}
-    compute_s, talk_s = time_s and 0.75 * time_s, time_s and 0.25 * time_s
-    times = {"time_s": time_s, "compute_s": compute_s, "communication_s": talk_s}
-    return Option(axes, rules, peak_bytes=peak_bytes, **times, **told)
-
-
-def a_plan(**more) -> Plan:
-    both = (("batch", 4), ("model", 2))
-    split = (("batch", ("batch",)), ("block/ffn.hidden", ("model",)))
-    values = {
-        "name": "net",
-        "target": "h100:8",
-        "hardware": "h100",
-        "objective": "time",
-        "limit_bytes": 80 * 10**9,
-        "chosen": option(0.02, 40 * 10**9, both, split, zero=1, accumulate=4, remat="block"),
-        "runners_up": (option(0.03, 30 * 10**9, both, split), option(0.05, 20 * 10**9)),
-        "data_parallel": option(0.07, 90 * 10**9),
-        "layouts": (("x", (("batch",), ())), ("block/ffn/kernel", ((), ("model",)))),
-        "inputs": ("x",),
-        "batch": ("batch",),
-        "why": (Reason("block/ffn.hidden over model", ("saves 2.89 GiB, most of it slots",)),),
-        "notes": ("said",),
-    }
-    return Plan(**{**values, **more})
-
-
-def test_a_plan_shows_what_was_chosen_beside_what_was_not():
-    tree = ElementTree.fromstring(a_plan().to_html())
-    rows = {row[0]: row for row in rows_of(tree, "plan-table")}
-    assert list(rows) == ["chosen", "runner-up 1", "runner-up 2", "data parallel"]
-    assert rows["chosen"][4] == "ZeRO 1, 4 micro-batches, remat"
-    assert rows["chosen"][-2:] == ["? maybe", "-"]
-    assert rows["runner-up 1"][3] == "batch over batchblock/ffn.hidden over model"
-    assert rows["runner-up 1"][-1] == "10 ms slower, saves 9.31 GiB"
-    assert rows["data parallel"][-2:] == ["✗ no", "50 ms slower, takes 46.6 GiB"]
-    assert "block/ffn.hidden over model: saves 2.89 GiB, most of it slots" in text(tree)
-    assert rows_of(tree, "layouts-table")[1] == [
-        "block/ffn/kernel",
-        "parameter",
-        "[unsharded, model]",
-    ]
-
-
-def test_a_plan_has_the_name_of_its_model_and_says_how_sure_its_time_is():
-    why = Reason("a.dim0 over model", ()), Reason("b.dim1 over model", ("saves 1 GiB",))
-    shown = text(ElementTree.fromstring(a_plan(why=why).to_html()))
-    assert "net" in shown
-    assert "by the planner's model; dry runs in the benchmarks: 6.8 ms to 18.2 ms" in shown
-    assert "a.dim0" not in shown  # it changes next to nothing
-    assert "b.dim1 over model: saves 1 GiB" in shown
-    assert "h100:8" in text(ElementTree.fromstring(a_plan(name="").to_html()))
-
-
-@pytest.mark.parametrize("is_analytic", [False, True])
-def test_a_dry_run_says_how_sure_its_time_is(is_analytic):
-    seconds = replace(report().estimate, step_time_s=0.1)
-    run = replace(report(), estimate=seconds, not_compiled="so it is" if is_analytic else "")
-    near = "dry runs in the benchmarks: 34 ms to 91 ms"
-    near = near if is_analytic else "measured in the benchmarks: 74 ms to 145 ms"
-    assert f"estimated; {near}" in text(page(run))
-    assert near in str(run)
-
-
-def test_the_ranges_of_times_are_those_of_the_benchmarks():
-    results = Path(__file__).parents[2] / "benchmarks" / "results"
-    models = json.loads((results / "plans.json").read_text()).values()
-    hands = [hand for model in models for hand in model["hand"].values()]
-    ratios = [
-        each["step_time_s"] / each["model_time_s"]
-        for each in hands
-        if each.get("step_time_s") and each.get("model_time_s")
-    ]
-    low, high = figures.OF_THE_MODEL
-    assert sum(low <= ratio <= high for ratio in ratios) >= 0.9 * len(ratios) > 20
-    layouts = [
-        each
-        for run in json.loads((results / "ranking.json").read_text())
-        for each in run["layouts"]
-    ]
-    ratios = [statistics.mean(each["passes_s"]) / each["estimated_s"] for each in layouts]
-    low, high = figures.OF_DRY_RUNS
-    assert sum(low <= round(ratio, 2) <= high for ratio in ratios) >= 0.9 * len(ratios) > 20
-
-
-def test_dry_runs_are_set_beside_dry_runs_alone():
-    dry = {"dry_run_time_s": 0.06, "dry_run_peak_bytes": 85 * 10**9}
-    chosen = replace(a_plan().chosen, **dry)
-    first = replace(a_plan().runners_up[0], dry_run_time_s=0.08, dry_run_peak_bytes=86 * 10**9)
-    plan = a_plan(chosen=chosen, runners_up=(first, a_plan().runners_up[1]))
-    tree = ElementTree.fromstring(plan.to_html())
-    assert "Does not fit into 74.5 GiB" in text(tree)
-    assert "79.2 GiB: too much" in text(tree)
-    rows = {row[0]: row for row in rows_of(tree, "plan-table")}
-    assert rows["chosen"][5] == "20 msdry run: 60 ms"
-    assert rows["chosen"][-2] == "✗ no"  # by its dry run, which knows better
-    assert rows["runner-up 1"][-1] == "20 ms slower, takes 954 MiB"
-    assert rows["runner-up 2"][-1] == "30 ms slower, saves 18.6 GiB"  # both by the model
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        a_plan(),
-        a_plan(limit_bytes=None),
-        a_plan(runners_up=(), data_parallel=None, why=(), notes=()),
-        a_plan(chosen=option(None, 6), runners_up=(), data_parallel=option(None, 8)),
-    ],
-    ids=["all", "no limit", "alone", "no times"],
-)
-def test_every_number_of_a_plan_is_in_its_page(plan):
-    tree = ElementTree.fromstring(plan.to_html())
-    ids = [each.get("id") for each in tree.iter() if each.get("id")]
-    assert len(ids) == len(set(ids))
-    shown = text(tree)
-    told = re.findall(r"\d[\d,.]* (?:[KMGT]?i?B|[mµ]?s)\b", str(plan))
-    assert told
-    assert [each for each in told if each not in shown] == []
-
-
-def test_a_report_shows_the_alternatives_of_its_plan(tmp_path):
-    with_plan = report().to_html(a_plan())
-    assert len(rows_of(ElementTree.fromstring(with_plan), "plan-table")) == 4
-    assert 'id="plan-table"' not in report().to_html()
-    report().save(tmp_path / "both.html", a_plan())
-    assert (tmp_path / "both.html").read_text(encoding="utf-8") == with_plan
-
-
-def test_what_a_plan_has_from_the_user_is_escaped():
-    evil = replace(option(0.1, 5), rules=((EVIL, (EVIL,)),))
-    why = (Reason(EVIL, (EVIL,)),)
-    plan = a_plan(chosen=evil, runners_up=(), why=why, notes=(EVIL,), target=EVIL)
-    plan = replace(plan, layouts=((EVIL, ((EVIL,),)),), inputs=())
-    assert plan.to_html().count("<script>") == 1
-    assert len(list(ElementTree.fromstring(plan.to_html()).iter("script"))) == 1
-
-
-def test_the_command_that_chooses_writes_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(planning_commands, "choose", lambda *_, **__: a_plan())
-    asked = ["plan", "json:build", "--target", "h100:8", "--html", str(tmp_path / "plan.html")]
-    done = CliRunner().invoke(main, asked)
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "plan.html").read_text(encoding="utf-8") == a_plan().to_html()
-    asked[-1] = str(tmp_path / "plan.html" / "plan.html")
-    refused = CliRunner().invoke(main, asked)
-    assert refused.exit_code == 2
-    assert "Invalid value for '--html': cannot write the page to" in refused.output
-
-
 # Its parts
 
 
@@ -499,72 +260,6 @@ def test_variables_of_equal_blocks_share_a_row():
     assert found[0].bytes_per_device == 24 * 8 * 8 * 4 // 2
     shown = text(page(replace(report(), placed=(*split, *whole))))
     assert all(each.info.path in shown for each in split)  # where a search finds them
-
-
-# The time line
-
-
-@pytest.mark.full_for("loop")
-@pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])
-def test_the_time_line_is_as_long_as_the_estimate_and_as_busy(found):
-    moments = moments_of(found())
-    estimate = found().estimate
-    assert moments.length_s == pytest.approx(estimate.step_time_s)
-
-    def busy(lane):
-        return sum(span.end_s - span.begin_s for span in moments.spans if span.lane == lane)
-
-    for axes, time_s in estimate.communication_s:
-        assert busy(axes) == pytest.approx(time_s)
-    # One thing at a time: what the device does and waits for is all of the step.
-    assert busy(COMPUTE) + busy(MEMORY) + estimate.waiting_s == pytest.approx(moments.length_s)
-
-
-def product(name, **more):
-    return Operation(name, "dot", f"jvp({name})/dot", flops=1e9, dtype="float32", **more)
-
-
-def test_a_collective_that_is_begun_early_runs_beside_other_work():
-    array = Array("float32", (250_000_000,), 32)
-    talk = Collective("all-gather", (array,), ((0, 1),), ("batch",), 1, "jvp(gathered)/x", 0, 0)
-    program = (
-        Operation("start", "all-gather-start", "", collectives=(talk,)),
-        product("first"),
-        Operation("done", "all-gather-done", "", ends="start"),
-        Loop("loop", 3, (product("inner"),)),
-    )
-    clock = Clock(GUESS, "cpu", (AxisLink("batch", 2, Link("shared", "shared", 1e9)),))
-    found = record(program, clock)
-    assert found.length_s == pytest.approx(run(program, clock).length) == pytest.approx(4.0)
-    assert found.spans[0] == Span(("batch",), 0.0, 0.5, "gathered", "forward")
-    assert [(each.layer, each.begin_s, each.end_s) for each in found.spans[1:]] == [
-        ("first", 0.0, 1.0),
-        ("inner", 1.0, 2.0),
-        ("inner", 2.0, 3.0),
-        ("inner", 3.0, 4.0),
-    ]
-
-
-def test_a_long_loop_is_drawn_once_and_stays_as_long():
-    clock = Clock(GUESS, "cpu", ())
-    found = record((Loop("loop", 100_000, (product("inner"),)),), clock)
-    assert found.spans == (Span(COMPUTE, 0.0, 100_000.0, "inner", "forward"),)
-
-
-def test_the_columns_of_a_lane_hold_all_of_its_time():
-    spans = [Span(COMPUTE, 0.1, 0.35, "a", "forward"), Span(COMPUTE, 0.35, 0.9, "b", "backward")]
-    slots = slots_of(spans, 1.0)
-    held = [sum(slot.shares.get(p, 0.0) for slot in slots) for p in ("forward", "backward")]
-    assert held == pytest.approx([0.25 * SLOTS, 0.55 * SLOTS])
-    assert all(sum(slot.shares.values()) <= 1 + 1e-9 for slot in slots)
-
-
-def test_without_the_numbers_of_the_hardware_the_missing_ones_are_named():
-    found = replace(report(), hardware=Hardware("bare"))
-    unknown = replace(report().estimate, step_time_s=None, missing=("links.shared.bytes_per_s",))
-    shown = text(page(replace(found, estimate=unknown)))
-    assert "No time line" in shown
-    assert "links.shared.bytes_per_s" in shown
 
 
 # Large ones

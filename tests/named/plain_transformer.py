@@ -116,3 +116,18 @@ def cross_entropy(logits: Any, ids: Any, weights: Any, z_loss: float = 0.0) -> A
     total = jax.nn.logsumexp(logits, -1)
     losses = total - jnp.take_along_axis(logits, ids[..., None], -1)[..., 0] + z_loss * total**2
     return (losses * weights).sum() / weights.sum()
+
+
+def t5_bucket(offset: Any, causal: bool, buckets: int, furthest: int) -> Any:
+    """The function of T5's code, in doubles."""
+    n = -offset
+    first = np.zeros(n.shape, int)
+    if not causal:
+        buckets //= 2
+        first, n = np.where(n < 0, buckets, 0), np.abs(n)
+    n = np.maximum(n, 0)
+    exact = buckets // 2
+    far = np.log(np.maximum(n, 1) / exact) / np.log(furthest / exact) * (buckets - exact)
+    return first + np.where(
+        n < exact, n, np.minimum(exact + np.floor(far + 1e-9), buckets - 1)
+    ).astype(int)
