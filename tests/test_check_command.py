@@ -10,7 +10,7 @@ from meshwright.testing import run_in_fresh_process
 
 
 def run(*arguments, **more):
-    return CliRunner().invoke(main, [str(each) for each in arguments], **more)
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], **more)
 
 
 JOB = """

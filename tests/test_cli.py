@@ -26,7 +26,7 @@ KERNEL = [*GRID, "--dims", "784,128", "--layout", "unsharded,model"]
 
 
 def run(*arguments, **more):
-    return CliRunner().invoke(main, [str(each) for each in arguments], **more)
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], **more)
 
 
 # The program as a whole
@@ -238,12 +238,12 @@ def test_doctor_refuses_more_processes_than_the_cores_can_run():
 def test_doctor_speaks_json():
     result = run("doctor", "--json")
     assert result.exit_code == 0
-    found = json.loads(result.stdout)
-    assert found["usable"] is True
-    assert found["command"] is None
-    assert [device["id"] for device in found["devices"]] == [d.id for d in jax.devices()]
-    assert found["environment"]["KERAS_BACKEND"] == "jax"
-    states = {package["name"]: package["state"] for package in found["packages"]}
+    output = json.loads(result.stdout)
+    assert output["usable"] is True
+    assert output["command"] is None
+    assert [device["id"] for device in output["devices"]] == [d.id for d in jax.devices()]
+    assert output["environment"]["KERAS_BACKEND"] == "jax"
+    states = {package["name"]: package["state"] for package in output["packages"]}
     assert states["jax"] == states["keras"] == "ok"
 
 
@@ -316,9 +316,9 @@ def test_doctor_does_not_ask_devices_of_a_missing_jax(monkeypatch):
     without(monkeypatch, "jax")
     result = run("doctor", "--json")
     assert result.exit_code == 1
-    found = json.loads(result.stdout)
-    assert found["devices"] == []
-    assert found["faults"] == ["jax is not installed"]
+    output = json.loads(result.stdout)
+    assert output["devices"] == []
+    assert output["faults"] == ["jax is not installed"]
 
 
 def test_doctor_reports_a_version_out_of_range(monkeypatch):
@@ -374,39 +374,39 @@ def test_doctor_survives_a_package_that_is_really_broken(package, tmp_path):
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("raise OSError('half an installation')")
     inherited = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "meshwright.cli", "doctor"],
         env={**inherited, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 1
-    assert f"{package} cannot be imported: OSError: half an installation" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
+    assert result.returncode == 1
+    assert f"{package} cannot be imported: OSError: half an installation" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
 
 
 # demo
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def demo_calls(monkeypatch):
     """The arguments with which the demo was called."""
     calls = []
     monkeypatch.setattr(meshwright.demo, "main", lambda **options: calls.append(options))
     return calls
 
 
-def test_demo_leaves_out_what_is_not_said(asked):
+def test_demo_leaves_out_what_is_not_said(demo_calls):
     assert run("demo").exit_code == 0
-    assert asked == [{"quick": False}]
+    assert demo_calls == [{"quick": False}]
 
 
-def test_demo_passes_on_what_is_said(asked):
+def test_demo_passes_on_what_is_said(demo_calls):
     result = run("demo", "--data", "m.npz", "--epochs", 2, "--runs", "a,c", "--out", "o", "--quick")
     assert result.exit_code == 0, result.output
     expected = {"data": Path("m.npz"), "epochs": 2, "runs": "a,c", "out": Path("o"), "quick": True}
-    assert asked == [expected]
+    assert demo_calls == [expected]
 
 
 def test_demo_fails_cleanly(monkeypatch):

@@ -31,13 +31,13 @@ def python(*arguments: str, cwd: Path, seconds: int = 500) -> str:
     """What a fresh process prints, where standard output is no terminal."""
     settled_here = ("KERAS_BACKEND", "NPROC", "JAX_PLATFORMS")  # by conftest.py, not by a newcomer
     fresh = {name: value for name, value in os.environ.items() if name not in settled_here}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True, text=True, cwd=cwd, timeout=seconds,
         env=fresh | {"COLUMNS": "80"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +110,8 @@ def test_the_bars_of_a_terminal_move_to_their_end(two_runs) -> None:
 
 def test_the_picture_shows_every_tensor_but_whole_biases(two_runs) -> None:
     _, result, _ = two_runs
-    shown = {tensor.name: str(tensor.layout.unbound()) for tensor in result.picture.tensors}
-    assert shown == {
+    visible = {tensor.name: str(tensor.layout.unbound()) for tensor in result.picture.tensors}
+    assert visible == {
         "images": "[batch, unsharded, unsharded]",
         "hidden/kernel": "[unsharded, model]",
         "hidden/bias": "[model]",
@@ -123,9 +123,9 @@ def test_live_bytes_count_every_device() -> None:
     strategy = mw.Sharded(mw.create_mesh(MODEL.axes), MODEL.layouts)
     with strategy.scope():
         model = MODEL.build()
-    held = live_bytes(model)
-    assert set(held) == set(jax.devices()[:8])
-    assert set(held.values()) == {203_560}
+    before = live_bytes(model)
+    assert set(before) == set(jax.devices()[:8])
+    assert set(before.values()) == {203_560}
 
 
 def test_the_spatial_run_exchanges_borders_and_gathers_no_image() -> None:

@@ -8,7 +8,7 @@ from meshwright.equal_layers import merged
 
 
 @pytest.mark.parametrize(
-    ("lines", "wanted"),
+    ("lines", "expected"),
     [
         ([], []),
         (["one", "one"], ["one"]),
@@ -27,8 +27,8 @@ from meshwright.equal_layers import merged
         ([f"h{i}/k\n  and h{i}/b" for i in range(3)], ["h0…2/k\n  and h0…2/b"]),
     ],
 )
-def test_lines_that_differ_in_the_numbers_of_paths_are_one(lines, wanted):
-    assert merged(lines) == wanted
+def test_lines_that_differ_in_the_numbers_of_paths_are_one(lines, expected):
+    assert merged(lines) == expected
 
 
 def test_of_many_lines_each_number_is_kept():

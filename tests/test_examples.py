@@ -22,9 +22,9 @@ SMALL = "d_model:16 d_ff:32 heads:4 d_kv:4 layers:1"
 def run(example: str, mesh: str, layout: str, *options: str, env: dict | None = None) -> str:
     command = [sys.executable, str(EXAMPLES / example), "--mesh", mesh, "--layout", layout]
     how = {"capture_output": True, "text": True, "timeout": 900, "env": env}
-    done = subprocess.run([*command, *options], **how)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    result = subprocess.run([*command, *options], **how)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
 
 
 def losses(printed: str) -> list[float]:
@@ -36,9 +36,9 @@ def test_the_language_model_learns_the_same_under_any_layout_and_writes():
     options = ["--size", f"length:16 {SMALL}", "--steps", "8", "--batch", "16", "--every", "2"]
     options += ["--sample", "12", "--beam", "2"]
     printed = [run("transformer_lm.py", *where, *options) for where in LAYOUTS]
-    found = list(map(losses, printed))
-    assert found[0] == pytest.approx(found[1], abs=2e-3)
-    assert found[0][-1] < found[0][0]
+    result = list(map(losses, printed))
+    assert result[0] == pytest.approx(result[1], abs=2e-3)
+    assert result[0][-1] < result[0][0]
     assert printed[0].count("score") == 2
     assert "When an exception" in printed[0]
 
@@ -47,8 +47,8 @@ def test_the_language_model_learns_the_same_under_any_layout_and_writes():
 def test_the_translator_learns_the_same_under_any_layout_and_answers():
     options = ["--size", SMALL, "--steps", "6", "--batch", "16", "--every", "2", "--ask", "16"]
     printed = [run("translation.py", *where, *options) for where in LAYOUTS]
-    found = list(map(losses, printed))
-    assert found[0] == pytest.approx(found[1], abs=2e-3)
+    result = list(map(losses, printed))
+    assert result[0] == pytest.approx(result[1], abs=2e-3)
     assert re.search(r"[\d.]+% of 16 numbers", printed[0])
 
 
@@ -69,7 +69,7 @@ def test_the_notebook_runs_and_its_two_meshes_train_alike(tmp_path):
     code = "\n".join("".join(cell["source"]) for cell in cells)
     code += '\nprint(history.history["loss"][-1], again.history["loss"][-1])'
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    one, other = map(float, done.stdout.splitlines()[-1].split())
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    one, other = map(float, result.stdout.splitlines()[-1].split())
     assert one == pytest.approx(other, rel=1e-4)

@@ -41,12 +41,12 @@ def test_what_each_backend_can_do_is_measured_where_it_is_in_use():
     assert set(mpi.operations.values()) == {"yes"}
 
 
-@pytest.mark.parametrize(("asked", "used"), [("mpi", "mpi"), ("gloo", "gloo")])
-def test_collectives_that_the_user_has_chosen_are_kept(asked, used):
+@pytest.mark.parametrize(("flags", "used"), [("mpi", "mpi"), ("gloo", "gloo")])
+def test_collectives_that_the_user_has_chosen_are_kept(flags, used):
     name = "jax_cpu_collectives_implementation"
     before = getattr(jax.config, name)
     try:
-        jax.config.update(name, asked)
+        jax.config.update(name, flags)
         join._choose_collectives()
         assert getattr(jax.config, name) == used
     finally:

@@ -114,11 +114,11 @@ def test_rooms_import_only_what_stands_before_them():
     program = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
     assert program, "import-linter is not installed: pip install -e '.[dev]'"
     project = Path(__file__).parent.parent
-    done = subprocess.run(
+    result = subprocess.run(
         [program, "--no-cache", "--config", str(project / "pyproject.toml")],
         cwd=project,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "KEPT" in done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "KEPT" in result.stdout

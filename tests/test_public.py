@@ -68,12 +68,12 @@ def test_every_name_is_declared_as_public():
 def test_every_error_is_public_and_stands_in_one_tree():
     from meshwright import errors
 
-    mine = {name: each for name, each in vars(errors).items() if isinstance(each, type)}
+    mine = {name: member for name, member in vars(errors).items() if isinstance(member, type)}
     assert set(mine) <= set(PUBLIC)
-    for name, each in mine.items():
-        assert issubclass(each, mw.MeshwrightError | UserWarning | SystemExit), name
+    for name, cls in mine.items():
+        assert issubclass(cls, mw.MeshwrightError | UserWarning | SystemExit), name
         assert name in (errors.__doc__ or ""), f"{name} is not drawn"
-        assert each.__doc__
+        assert cls.__doc__
 
 
 def test_public_functions_and_classes_say_what_they_are():
@@ -96,9 +96,13 @@ def test_type_checkers_see_that_the_package_has_types():
 @pytest.mark.parametrize("name", ["plan", "dry_run", "measure"])
 def test_every_argument_has_a_name_and_a_type(name):
     parameters = inspect.signature(getattr(mw, name)).parameters.values()
-    assert {each.kind for each in parameters} == {
+    assert {parameter.kind for parameter in parameters} == {
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         inspect.Parameter.KEYWORD_ONLY,
     }
-    assert not [each.name for each in parameters if each.annotation in (each.empty, "Any")]
-    assert sum(each.default is not each.empty for each in parameters) <= 8
+    assert not [
+        parameter.name
+        for parameter in parameters
+        if parameter.annotation in (parameter.empty, "Any")
+    ]
+    assert sum(parameter.default is not parameter.empty for parameter in parameters) <= 8

@@ -53,10 +53,10 @@ def test_every_leaf_that_differs_is_listed_with_its_path_and_largest_difference(
 
 
 def test_differences_are_data_as_well():
-    (found,) = tree_differences([1.0, np.array([2.0, 2.0])], [1.0, np.array([2.0, 2.25])])
-    assert (found.path, found.largest) == ("[1]", 0.25)
-    (found,) = tree_differences(np.ones(2), np.zeros(2))
-    assert found.path == "the array"
+    (difference,) = tree_differences([1.0, np.array([2.0, 2.0])], [1.0, np.array([2.0, 2.25])])
+    assert (difference.path, difference.largest) == ("[1]", 0.25)
+    (difference,) = tree_differences(np.ones(2), np.zeros(2))
+    assert difference.path == "the array"
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def test_an_axis_may_take_a_part_of_a_dim_of_the_torus(kind, torus):
     sizes = [2**power for power in range(len(chips).bit_length())]
     for outer in sizes:
         laid = topology.in_mesh_order((outer, len(chips) // outer), chips)
-        assert sorted(each.id for each in laid) == [each.id for each in chips]
+        assert sorted(device.id for device in laid) == [chip.id for chip in chips]
         lengths = [
             sum(abs(a - b) for a, b in zip(one.coords, two.coords, strict=True))
             for one, two in zip(laid[::2], laid[1::2], strict=True)

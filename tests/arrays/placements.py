@@ -87,10 +87,10 @@ def assert_lies(x: jax.Array, layout: Layout, expected: np.ndarray) -> None:
     assert mw.fetch_layout(x) == layout
     assert x.dtype == expected.dtype
     np.testing.assert_array_equal(np.asarray(x), expected)
-    held = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
+    pieces = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
     local = layout.local_dims(expected.shape)
     starts = layout.offsets(expected.shape)
-    assert set(held) == set(layout.bound_mesh().bound_devices())
+    assert set(pieces) == set(layout.bound_mesh().bound_devices())
     for device, start in zip(layout.bound_mesh().bound_devices(), starts, strict=True):
         piece = expected[tuple(slice(s, s + n) for s, n in zip(start, local, strict=True))]
-        np.testing.assert_array_equal(held[device], piece)
+        np.testing.assert_array_equal(pieces[device], piece)

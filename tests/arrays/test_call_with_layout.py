@@ -30,14 +30,14 @@ def test_call_with_layout_draws_the_same_numbers_as_a_plain_call():
     key = jax.random.key(5)
     plain = np.asarray(jax.random.normal(key, (16, 8)))
     for place in (PLACES[3], PLACES[10], PLACES[12]):
-        made = mw.call_with_layout(jax.random.normal, layout_of(place), key, (16, 8))
-        assert_lies(made, layout_of(place), plain)
+        normal = mw.call_with_layout(jax.random.normal, layout_of(place), key, (16, 8))
+        assert_lies(normal, layout_of(place), plain)
 
 
 def test_call_with_layout_holds_no_whole_result_on_any_device():
     layout = Layout(["x", U], mesh("x8"))
-    made = jax.jit(lambda: mw.call_with_layout(jnp.ones, layout, (64, 32)))
-    text = made.lower().compile().as_text() or ""
+    ones = jax.jit(lambda: mw.call_with_layout(jnp.ones, layout, (64, 32)))
+    text = ones.lower().compile().as_text() or ""
     assert "f32[8,32]" in text
     assert "f32[64,32]" not in text
 
@@ -72,12 +72,12 @@ def test_call_with_layout_inside_jit_and_grad():
 def test_call_with_layout_sees_changes_of_what_its_function_closes_over():
     layout, box = Layout(["x"], mesh("x8")), [1.0]
 
-    def made() -> jax.Array:
+    def filled() -> jax.Array:
         return jnp.full(8, box[0])
 
-    mw.call_with_layout(made, layout)
+    mw.call_with_layout(filled, layout)
     box[0] = 2.0
-    np.testing.assert_array_equal(mw.call_with_layout(made, layout), np.full(8, 2.0))
+    np.testing.assert_array_equal(mw.call_with_layout(filled, layout), np.full(8, 2.0))
 
 
 def test_call_with_layout_brings_arguments_on_one_device_and_refuses_those_on_another_mesh():

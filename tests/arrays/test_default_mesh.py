@@ -81,15 +81,15 @@ def test_default_mesh_decorates():
 
 def test_each_thread_has_its_own_default_mesh():
     shared, both = mw.default_mesh(mesh("x8")), threading.Barrier(2, timeout=30)
-    seen: dict[str, list[Any]] = {"first": [], "second": []}
+    actual: dict[str, list[Any]] = {"first": [], "second": []}
 
     def work(name: str, own: Any) -> None:
-        seen[name].append(mw.get_default_mesh())
+        actual[name].append(mw.get_default_mesh())
         with own:
             both.wait()
-            seen[name].append(mw.get_default_mesh())
+            actual[name].append(mw.get_default_mesh())
             both.wait()
-        seen[name].append(mw.get_default_mesh())
+        actual[name].append(mw.get_default_mesh())
 
     with mw.default_mesh(mesh("cube")):
         threads = [
@@ -101,7 +101,7 @@ def test_each_thread_has_its_own_default_mesh():
         for thread in threads:
             thread.join()
         assert mw.get_default_mesh() is mesh("cube")
-    assert seen == {"first": [None, mesh("x8"), None], "second": [None, mesh("a4b2"), None]}
+    assert actual == {"first": [None, mesh("x8"), None], "second": [None, mesh("a4b2"), None]}
 
 
 def test_default_mesh_takes_a_mesh_and_nothing_else():

@@ -28,27 +28,27 @@ def test_fetch_layout_of_what_a_computation_made():
     assert (alone.rank, alone.bound_mesh().size) == (2, 1)
 
 
-@pytest.mark.parametrize("given", [np.zeros(3), [1, 2], 3.0, None, "x"])
-def test_fetch_layout_refuses_what_is_no_jax_array(given):
-    with pytest.raises(ArrayError, match=f"{type(given).__name__} has no layout.*relayout"):
-        mw.fetch_layout(given)
+@pytest.mark.parametrize("value", [np.zeros(3), [1, 2], 3.0, None, "x"])
+def test_fetch_layout_refuses_what_is_no_jax_array(value):
+    with pytest.raises(ArrayError, match=f"{type(value).__name__} has no layout.*relayout"):
+        mw.fetch_layout(value)
 
 
 def test_fetch_layout_while_tracing():
     x = mw.relayout(values(np.float32), Layout(["a", "b"], mesh("a4b2")))
     with pytest.raises(TracingError, match=r"not known inside jit or vmap.*Ask outside"):
         jax.jit(mw.fetch_layout)(x)
-    seen = []
-    jax.grad(lambda t: seen.append(mw.fetch_layout(t)) or t.sum())(x)
-    assert seen == [Layout(["a", "b"], mesh("a4b2"))]
+    observations = []
+    jax.grad(lambda t: observations.append(mw.fetch_layout(t)) or t.sum())(x)
+    assert observations == [Layout(["a", "b"], mesh("a4b2"))]
 
 
 def test_fetch_layout_inside_jit_knows_explicit_axes():
     explicit = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     x = jax.device_put(np.zeros(8), jax.NamedSharding(explicit, jax.P("x")))
-    seen = []
-    jax.jit(lambda t: seen.append((mw.fetch_layout(t), mw.is_dtensor(t))))(x)
-    assert seen == [(Layout(["x"], Mesh({"x": 8})), True)]
+    observations = []
+    jax.jit(lambda t: observations.append((mw.fetch_layout(t), mw.is_dtensor(t))))(x)
+    assert observations == [(Layout(["x"], Mesh({"x": 8})), True)]
 
 
 def test_check_layout_compares_axes_and_devices_and_names_both():

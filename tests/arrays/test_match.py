@@ -17,7 +17,7 @@ from meshwright.errors import (
 
 
 @pytest.mark.parametrize(
-    ("source", "asked", "result"),
+    ("source", "target", "result"),
     [
         (["a", "b"], [MATCH, U], ["a", U]),
         (["a", "b"], [U, MATCH], [U, "b"]),
@@ -26,15 +26,15 @@ from meshwright.errors import (
         ([U, U], ["b", MATCH], ["b", U]),
     ],
 )
-def test_match_keeps_a_dim_as_it_is(source, asked, result):
+def test_match_keeps_a_dim_as_it_is(source, target, result):
     expected, on = values(np.float32), mesh("a4b2")
     x = mw.relayout(expected, Layout(source, on))
-    asked, result = Layout(asked, on), Layout(result, on)
-    assert_lies(mw.relayout(x, asked), result, expected)
-    assert_lies(jax.jit(lambda t: mw.relayout(t, asked))(x), result, expected)
-    seen = []
-    jax.grad(lambda t: seen.append(mw.fetch_layout(mw.relayout(t, asked))) or t.sum())(x)
-    assert seen == [result]
+    target, result = Layout(target, on), Layout(result, on)
+    assert_lies(mw.relayout(x, target), result, expected)
+    assert_lies(jax.jit(lambda t: mw.relayout(t, target))(x), result, expected)
+    observations = []
+    jax.grad(lambda t: observations.append(mw.fetch_layout(mw.relayout(t, target))) or t.sum())(x)
+    assert observations == [result]
 
 
 def test_match_means_unsharded_for_what_lies_on_no_mesh():

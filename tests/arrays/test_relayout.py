@@ -65,7 +65,7 @@ def test_relayout_takes_arrays_of_any_rank(dims):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     [
         np.arange(8, dtype=np.int32),
         list(range(8)),
@@ -77,15 +77,15 @@ def test_relayout_takes_arrays_of_any_rank(dims):
     ],
     ids=["numpy", "list", "range", "jax", "committed", "variable", "list of arrays"],
 )
-def test_relayout_accepts(given):
+def test_relayout_accepts(value):
     layout = Layout(["x"], mesh("x8"))
-    assert_lies(mw.relayout(given, layout), layout, np.arange(8, dtype=np.int32))
+    assert_lies(mw.relayout(value, layout), layout, np.arange(8, dtype=np.int32))
 
 
-@pytest.mark.parametrize(("given", "dtype"), [(3, np.int32), (2.5, np.float32), (True, np.bool_)])
-def test_relayout_accepts_scalars(given, dtype):
+@pytest.mark.parametrize(("value", "dtype"), [(3, np.int32), (2.5, np.float32), (True, np.bool_)])
+def test_relayout_accepts_scalars(value, dtype):
     layout = Layout([], mesh("a4b2"))
-    assert_lies(mw.relayout(given, layout), layout, np.asarray(given, dtype))
+    assert_lies(mw.relayout(value, layout), layout, np.asarray(value, dtype))
 
 
 def test_relayout_and_fetch_layout_accept_keras_variables():
@@ -110,15 +110,15 @@ def test_relayout_keeps_random_keys():
 def test_writing_to_numpy_later_does_not_change_the_array(dims):
     for specs in (["x"], [U]):
         for _ in range(5):
-            given = np.zeros(dims, np.float32)
+            host = np.zeros(dims, np.float32)
             layout = Layout(specs + [U] * (len(dims) - 1), mesh("x8"))
-            x = mw.relayout(given, layout)
-            packed = mw.pack([given] * 8, layout)
-            made = mw.call_with_layout(lambda t: t, layout, given)
-            given[...] = 1.0
+            x = mw.relayout(host, layout)
+            packed = mw.pack([host] * 8, layout)
+            identity = mw.call_with_layout(lambda t: t, layout, host)
+            host[...] = 1.0
             assert not np.asarray(x).any()
             assert not np.asarray(packed).any()
-            assert not np.asarray(made).any()
+            assert not np.asarray(identity).any()
 
 
 def test_relayout_across_dims_of_two_axes_is_checked_inside_jit_where_jax_would_drop_it():
@@ -130,7 +130,7 @@ def test_relayout_across_dims_of_two_axes_is_checked_inside_jit_where_jax_would_
 
 
 @pytest.mark.parametrize(
-    ("given", "specs", "error", "match"),
+    ("value", "specs", "error", "match"),
     [
         (np.zeros((6, 2)), ["a", U], DivisibilityError, r"dim 0 of the array \(size 6\).*Pad it"),
         (np.zeros(8), ["a", U], LayoutError, r"the array has 1 dims \(8,\).*has 2: write one"),
@@ -144,15 +144,15 @@ def test_relayout_across_dims_of_two_axes_is_checked_inside_jit_where_jax_would_
         ([2**70] * 8, ["a"], ArrayError, "list of dtype object"),
     ],
 )
-def test_relayout_refuses(given, specs, error, match):
+def test_relayout_refuses(value, specs, error, match):
     with pytest.raises(error, match=match), mw.default_mesh(mesh("a4b2")):
-        mw.relayout(given, specs)
+        mw.relayout(value, specs)
 
 
 def test_integers_that_fit_are_narrowed_as_jax_does():
     layout = Layout(["x"], mesh("x8"))
-    given = np.arange(8, dtype=np.int64) - 4
-    assert_lies(mw.relayout(given, layout), layout, given.astype(np.int32))
+    values_64 = np.arange(8, dtype=np.int64) - 4
+    assert_lies(mw.relayout(values_64, layout), layout, values_64.astype(np.int32))
 
 
 def test_relayout_refuses_a_mesh_without_devices():

@@ -52,9 +52,9 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
         checkpoints.save(3, state)
         restored = checkpoints.restore(state)
     for name, value in values.items():
-        found = np.asarray(restored.params[name])
-        assert found.dtype == np.asarray(value).dtype
-        assert found.tobytes() == np.asarray(value).tobytes(), name
+        result = np.asarray(restored.params[name])
+        assert result.dtype == np.asarray(value).dtype
+        assert result.tobytes() == np.asarray(value).tobytes(), name
 
 
 MESHES: list[tuple[dict[str, int], tuple[Any, ...]]] = [
@@ -74,11 +74,11 @@ def test_every_layout_restores_from_every_other(here: Any, there: Any, tmp_path:
     axes, specs = here
     written = jax.device_put(value, on(mesh_of(**axes), *specs))
     axes, specs = there
-    wanted = jax.ShapeDtypeStruct(value.shape, "float32", sharding=on(mesh_of(**axes), *specs))
+    expected = jax.ShapeDtypeStruct(value.shape, "float32", sharding=on(mesh_of(**axes), *specs))
     with mw.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(0, state_of(w=written))
-        restored = checkpoints.restore(state_of(w=wanted)).params["w"]
-    assert restored.sharding.is_equivalent_to(wanted.sharding, 2)
+        restored = checkpoints.restore(state_of(w=expected)).params["w"]
+    assert restored.sharding.is_equivalent_to(expected.sharding, 2)
     for shard in restored.addressable_shards:
         np.testing.assert_array_equal(shard.data, value[shard.index])
 
@@ -158,12 +158,12 @@ def test_what_is_half_written_is_never_chosen_and_is_cleared_away(tmp_path: Path
 def test_old_ones_are_removed_only_when_the_newest_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, seen = threading.Event(), []
+    go_on, actual = threading.Event(), []
     write = files.write
 
     def slow(*args: Any) -> None:
         assert go_on.wait(30)
-        seen.append(sorted(path.name for path in tmp_path.glob("step_*")))
+        actual.append(sorted(path.name for path in tmp_path.glob("step_*")))
         write(*args)
 
     monkeypatch.setattr(files, "write", slow)
@@ -172,7 +172,7 @@ def test_old_ones_are_removed_only_when_the_newest_is_complete(
         go_on.set()
         checkpoints.save(2, state_of(w=np.zeros(2)))
         checkpoints.save(3, state_of(w=np.zeros(2)))
-    assert seen == [[], ["step_1"], ["step_2"]]
+    assert actual == [[], ["step_1"], ["step_2"]]
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
 
 
@@ -211,7 +211,7 @@ def test_all_that_differs_is_listed_at_once_with_the_nearest_names(tmp_path: Pat
         {},
         {},
     )
-    wanted = mw.TrainState(
+    expected = mw.TrainState(
         {"hiden/kernel": np.zeros([4, 2], "float32"), "hidden/bias": np.zeros(3, "float32")},
         {"seed": np.zeros(2, "int32")},
         {},
@@ -220,7 +220,7 @@ def test_all_that_differs_is_listed_at_once_with_the_nearest_names(tmp_path: Pat
     with mw.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, saved)
         with pytest.raises(mw.CheckpointError) as error:
-            checkpoints.restore(wanted)
+            checkpoints.restore(expected)
     lines = str(error.value).splitlines()
     assert lines[0].startswith("4 array(s) of")
     assert lines[1:5] == [
@@ -244,9 +244,9 @@ def test_restoring_makes_no_large_array_whole_on_a_device(tmp_path: Path) -> Non
     value = jax.device_put(np.ones([8, 2**16], "float32"), split)
     with mw.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state_of(w=value))
-        wanted = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=split)
+        expected = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=split)
         before = {id(array) for array in jax.live_arrays()}
-        restored = checkpoints.restore(state_of(w=wanted)).params["w"]
+        restored = checkpoints.restore(state_of(w=expected)).params["w"]
         new = [array for array in jax.live_arrays() if id(array) not in before]
     assert restored.addressable_shards[0].data.shape == (1, 2**16)
     assert all(a.sharding.shard_shape(a.shape) != value.shape for a in new)
@@ -334,13 +334,13 @@ def test_small_arrays_are_written_as_one_and_come_back_as_they_were(tmp_path: Pa
         info = checkpoints.latest
         assert info is not None
         assert info.packed == tuple(f"slots/{p}" for p in ("count", "narrow", "flags", "kernel"))
-        found = checkpoints.restore(state)
+        restored_state = checkpoints.restore(state)
         rows = mw.Layout([None, "model"], mw.create_mesh({"model": 3}, devices=jax.devices()[:3]))
         laid = jax.ShapeDtypeStruct((2, 3), "float32", sharding=rows.sharding)
         some = checkpoints.restore(mw.TrainState({}, {}, SLOTS | {"kernel": laid}, {}))
     for path, value in SLOTS.items():
-        assert found.slots[path].dtype == value.dtype
-        np.testing.assert_array_equal(found.slots[path], value)
+        assert restored_state.slots[path].dtype == value.dtype
+        np.testing.assert_array_equal(restored_state.slots[path], value)
         np.testing.assert_array_equal(some.slots[path], value)
     assert some.slots["kernel"].sharding.shard_shape((2, 3)) == (2, 1)
 

@@ -104,9 +104,9 @@ def input_law(row: Any) -> None:
         rows_read = 0
 
         def __getitem__(self, index: Any) -> Any:
-            found = np.asarray(self)[index]
-            Counts.rows_read += len(found)
-            return found
+            result = np.asarray(self)[index]
+            Counts.rows_read += len(result)
+            return result
 
     build, x, y = regression(outputs=1)
     strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))

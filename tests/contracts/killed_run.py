@@ -38,7 +38,7 @@ def build(strategy: Any) -> Any:
 
 
 def strategy_on(mesh: str) -> mw.Sharded:
-    axes = {axis: int(size) for axis, size in (each.split("=") for each in mesh.split(","))}
+    axes = {axis: int(size) for axis, size in (pair.split("=") for pair in mesh.split(","))}
     layouts = {"hidden.*kernel": [None, "model"], "output.*kernel": ["model", None]}
     return mw.Sharded(mw.create_mesh(axes), layouts if "model" in axes else {})
 

@@ -144,7 +144,7 @@ def gradients(
                 *args, None, training=True, optimizer_variables=slots
             )
 
-        found, _ = jax.jit(jax.grad(loss, has_aux=True))(*values, *batch)
+        results, _ = jax.jit(jax.grad(loss, has_aux=True))(*values, *batch)
     else:
         program = strategy.program(model, batch)
         state = strategy.state(model)
@@ -155,11 +155,11 @@ def gradients(
 
         by_name = jax.jit(by_path)(state, strategy.put(batch))
         # A program's gradients are stored as its parameters are, some of them padded.
-        found = [
+        results = [
             by_name[path][tuple(slice(size) for size in variable.shape)]
             for path, variable in variables.params.items()
         ]
-    return {path: whole(g) for path, g in zip(variables.params, found, strict=True)}
+    return {path: whole(g) for path, g in zip(variables.params, results, strict=True)}
 
 
 def relative(actual: np.ndarray, expected: np.ndarray) -> float:

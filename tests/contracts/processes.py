@@ -25,9 +25,9 @@ def run_together(
     started = []
     with contextlib.ExitStack() as ending:
         outputs = [ending.enter_context(tempfile.TemporaryFile("w+")) for _ in arguments]
-        for given, output in zip(arguments, outputs, strict=True):
+        for argument, output in zip(arguments, outputs, strict=True):
             process = subprocess.Popen(
-                [sys.executable, str(script), *map(str, given)],
+                [sys.executable, str(script), *map(str, argument)],
                 env=dict(env),
                 stdout=output,
                 stderr=subprocess.STDOUT,

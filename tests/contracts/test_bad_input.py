@@ -142,9 +142,9 @@ def test_a_batch_size_that_does_not_divide_is_warned_of_with_axis_and_nearest_si
     sharded, model = trained
     data = (X,) if call == "predict" else (X, Y)
     says = r"batch of 12 .*'batch' \(size 8\).*8 and 16.*padded to 16"
-    with pytest.warns(mw.MeshwrightWarning, match=says) as said:
+    with pytest.warns(mw.MeshwrightWarning, match=says) as warnings:
         getattr(sharded, call)(model, *data, batch_size=12, verbose=0)
-    assert len(said) == 1
+    assert len(warnings) == 1
     with pytest.warns(mw.MeshwrightWarning, match=r"batch of 5 .*: 8\. .*padded to 8"):
         getattr(sharded, call)(model, *data, batch_size=5, verbose=0)
 

@@ -345,7 +345,7 @@ def test_batches_of_a_generator_may_have_any_number_of_rows() -> None:
         for begin, end in itertools.pairwise(edges):
             yield X[begin:end], Y[begin:end]
 
-    found = []
+    results = []
     options: dict[str, Any] = {"steps_per_epoch": 4, "verbose": 0, "shuffle": False}
     for side in (strategy(), OneDevice()):
         model = made(side, CASES["dense"].build)
@@ -354,5 +354,5 @@ def test_batches_of_a_generator_may_have_any_number_of_rows() -> None:
         else:
             with pytest.warns(mw.MeshwrightWarning, match=r"batch of 5 .*padded to 8 rows"):
                 side.fit(model, batches(), **options)
-        found.append(weights(model))
-    agree((found[0],), (found[1],))
+        results.append(weights(model))
+    agree((results[0],), (results[1],))

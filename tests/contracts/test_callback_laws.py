@@ -159,10 +159,10 @@ def test_it_decides_what_it_decides_on_one_device(
     name: str, strategy: Callable[[], mw.Sharded], tmp_path: Path
 ) -> None:
     make, both = with_average if name.startswith("Swap") else build, []
-    for side, each in (("ours", strategy()), ("theirs", OneDevice())):
+    for side, placement in (("ours", strategy()), ("theirs", OneDevice())):
         at = tmp_path / side
         at.mkdir()
-        trained = train(each, CALLBACKS[name](at), make)
+        trained = train(placement, CALLBACKS[name](at), make)
         trained.files = sorted(path for path in at.rglob("*") if path.is_file())
         both.append(trained)
     ours, theirs = both
@@ -215,14 +215,14 @@ def test_backup_and_restore_goes_on_where_training_was_cut_off(
     resumed = []
     for side, make in (("ours", strategy), ("theirs", OneDevice)):
         backup = callbacks.BackupAndRestore(tmp_path / side, save_freq=save_freq)
-        each = make()
-        model = made(each, build)
+        placement = make()
+        model = made(placement, build)
         options = {"batch_size": 16, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
         with pytest.raises(InterruptedError):
-            each.fit(model, X, Y, callbacks=[StopInTheMiddle(), backup], **options)
-        again, rates = made(each, build), Rates()
+            placement.fit(model, X, Y, callbacks=[StopInTheMiddle(), backup], **options)
+        again, rates = made(placement, build), Rates()
         backup = callbacks.BackupAndRestore(tmp_path / side, save_freq=save_freq)
-        history = each.fit(again, X, Y, callbacks=[backup, rates], **options)
+        history = placement.fit(again, X, Y, callbacks=[backup, rates], **options)
         resumed.append(Trained(again, history.history, rates.found, []))
         assert history.epoch[0] > 0
     agree(*resumed)
@@ -236,7 +236,7 @@ def test_an_own_callback_stops_in_the_middle_of_an_epoch_as_in_keras() -> None:
 
     both = [train(STRATEGIES["batch=4, model=2"](), After()), train(OneDevice(), After())]
     agree(*both)
-    assert [int(each.model.optimizer.iterations) for each in both] == [3, 3]
+    assert [int(side.model.optimizer.iterations) for side in both] == [3, 3]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow")
@@ -244,16 +244,16 @@ def test_tensorboard_writes_the_same_curves(tmp_path: Path) -> None:
     from tensorflow.python.summary.summary_iterator import summary_iterator
 
     curves = []
-    for side, each in (("ours", STRATEGIES["batch=8, zero=3"]()), ("theirs", OneDevice())):
-        train(each, callbacks.TensorBoard(tmp_path / side))
-        found: dict[str, list[Any]] = {}
+    for side, placement in (("ours", STRATEGIES["batch=8, zero=3"]()), ("theirs", OneDevice())):
+        train(placement, callbacks.TensorBoard(tmp_path / side))
+        results: dict[str, list[Any]] = {}
         for path in sorted((tmp_path / side).rglob("events.*.v2")):
             for event in summary_iterator(str(path)):
                 for value in event.summary.value:
                     if value.tag.startswith("epoch"):
                         number = np.frombuffer(value.tensor.tensor_content, "float32")
-                        found.setdefault(f"{path.parent.name}/{value.tag}", []).append(number)
-        curves.append(found)
+                        results.setdefault(f"{path.parent.name}/{value.tag}", []).append(number)
+        curves.append(results)
     assert curves[0].keys() == curves[1].keys()
     for tag, values in curves[1].items():
         np.testing.assert_allclose(curves[0][tag], values, rtol=5e-6, err_msg=tag)
@@ -304,9 +304,9 @@ def test_metrics_that_are_no_scalars_are_the_arrays_of_one_device(
     assert "(mean of 4)" in capsys.readouterr().out
     assert set(ours.history) == set(plain.history)
     for name, values in plain.history.items():
-        for value, wanted in zip(ours.history[name], values, strict=True):
-            assert np.asarray(value).dtype == np.asarray(wanted).dtype, name
-            np.testing.assert_allclose(value, wanted, rtol=1e-5)
+        for value, expected in zip(ours.history[name], values, strict=True):
+            assert np.asarray(value).dtype == np.asarray(expected).dtype, name
+            np.testing.assert_allclose(value, expected, rtol=1e-5)
     files = [(tmp_path / name).read_text().splitlines() for name in ("plain", "ours")]
     rows = [list(csv.reader(lines)) for lines in files]
     assert [len(row) for row in rows[0]] == [len(row) for row in rows[1]]

@@ -124,16 +124,16 @@ CHAIN = ["dp8-dense", "model-dense", "fsdp-dense"]
 def test_a_run_that_moves_from_mesh_to_mesh_keeps_its_curve(tmp_path: Path) -> None:
     first = row_of(CHAIN[0])
     model, curve, history = fit(first, first.strategy())
-    found: list[Any] = []
+    results: list[Any] = []
     for name in CHAIN:
         last = name == CHAIN[-1]
         callbacks = [] if last else [Signal(4)]
         moved, part, went_on = fit(
             first, row_of(name).strategy(), *callbacks, checkpoint=tmp_path, save_every=100
         )
-        found += part
-    assert len(found) == STEPS
-    for ours, theirs in zip(found, curve, strict=True):
+        results += part
+    assert len(results) == STEPS
+    for ours, theirs in zip(results, curve, strict=True):
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=2e-6)
     np.testing.assert_allclose(went_on.history["loss"], history.history["loss"], rtol=2e-6)
     gap, path = largest_gap(weights(moved), weights(model))
@@ -144,14 +144,14 @@ def test_a_run_that_moves_from_mesh_to_mesh_keeps_its_curve(tmp_path: Path) -> N
 def test_levels_of_zero_write_and_read_the_same_logical_arrays(tmp_path: Path) -> None:
     wide = {level: row_of(f"zero{level}-wide") for level in (1, 2, 3)}
     one = fit(wide[1], mw.DataParallel(mw.create_mesh({"batch": 8})))
-    found: list[Any] = []
+    results: list[Any] = []
     for level in (3, 1, 2):
         callbacks = [Signal(6)] if level != 2 else []
         model, part, _ = fit(wide[level], wide[level].strategy(), *callbacks, checkpoint=tmp_path)
-        found += part
-        arrays = {each.path: each.dims for each in mw.read_checkpoint(tmp_path).arrays}
+        results += part
+        arrays = {array.path: array.dims for array in mw.read_checkpoint(tmp_path).arrays}
         assert arrays == {p: v.shape for p, v in all_arrays(model).items()}
-    np.testing.assert_allclose([l["loss"] for l in found], [l["loss"] for l in one[1]], rtol=1e-5)  # noqa: E741
+    np.testing.assert_allclose([l["loss"] for l in results], [l["loss"] for l in one[1]], rtol=1e-5)  # noqa: E741
 
 
 def all_arrays(model: keras.Model) -> dict[str, Any]:
@@ -198,13 +198,13 @@ def test_ctrl_c_in_a_validation_stops_there_and_goes_on_with_it(tmp_path: Path) 
 
 @pytest.mark.full
 def test_fit_in_another_thread_saves_and_leaves_signals_alone(tmp_path: Path) -> None:
-    found: list[Any] = []
+    results: list[Any] = []
     thread = threading.Thread(
-        target=lambda: found.append(fit(DENSE, DENSE.strategy(), checkpoint=tmp_path))
+        target=lambda: results.append(fit(DENSE, DENSE.strategy(), checkpoint=tmp_path))
     )
     thread.start()
     thread.join()
-    assert len(found[0][1]) == STEPS
+    assert len(results[0][1]) == STEPS
     assert mw.read_checkpoint(tmp_path).step == STEPS
 
 
@@ -289,13 +289,13 @@ def test_what_callbacks_have_counted_goes_on(tmp_path: Path) -> None:
     strategy = DENSE.strategy()
     model, curve, history = fit(DENSE, strategy, *callbacks(), epochs=9)
     assert len(history.epoch) < 9
-    found: list[Any] = []
+    results: list[Any] = []
     for stop in (7, 9, 6, 0):
         resumed, part, went_on = fit(
             DENSE, strategy, *callbacks(), Signal(stop), epochs=9, checkpoint=tmp_path
         )
-        found += part
-    assert found == curve
+        results += part
+    assert results == curve
     assert went_on.history == history.history
     assert float(resumed.optimizer.learning_rate.numpy()) == float(
         model.optimizer.learning_rate.numpy()
@@ -340,8 +340,8 @@ def test_other_data_go_on_where_they_stood(name: str, tmp_path: Path) -> None:
 
     def run(stop: int, **more: Any) -> list[Any]:
         model = made(strategy, compiled(DENSE.of.build, lambda: optimizers.Adam(0.01)))
-        given, curve = make(), Curve()
-        x, y = given if isinstance(given, tuple) else (given, None)
+        net, curve = make(), Curve()
+        x, y = net if isinstance(net, tuple) else (net, None)
         size = {"batch_size": 16} if y is not None else {}
         try:
             strategy.fit(

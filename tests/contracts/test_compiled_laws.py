@@ -31,13 +31,13 @@ def step_text(row: Row) -> str:
 
 def shapes(text: str, operation: str) -> list[tuple[int, ...]]:
     """The dims of every result of an operation, also of those inside tuples and started apart."""
-    found = []
+    results = []
     for line in text.splitlines():
         head = re.search(rf"= (.*?) {operation}(-start)?\(", line)
         if head:
             dims = re.findall(r"\w+\[([\d,]*)\]", head[1])
-            found += [tuple(int(d) for d in each.split(",") if d) for each in dims]
-    return found
+            results += [tuple(int(d) for d in dim.split(",") if d) for dim in dims]
+    return results
 
 
 def _by_name(name: str) -> Row:
@@ -129,14 +129,14 @@ def test_live_shards_hold_the_bytes_that_explain_says(row: Row) -> None:
     strategy.train_step(model, (x[:BATCH], y[:BATCH]))  # whatever builds late is built now
     explained = strategy.explain(model)
     state = strategy.state(model)
-    held = dict.fromkeys(strategy.mesh.bound_devices(), 0)
-    parameters = dict(held)
+    bytes_on = dict.fromkeys(strategy.mesh.bound_devices(), 0)
+    parameters = dict(bytes_on)
     for part in state:
         for array in part.values():
             for shard in array.addressable_shards:
-                held[shard.device] += shard.data.nbytes
+                bytes_on[shard.device] += shard.data.nbytes
                 parameters[shard.device] += shard.data.nbytes if part is state.params else 0
-    assert set(held.values()) == {explained.bytes_per_device}
+    assert set(bytes_on.values()) == {explained.bytes_per_device}
     assert set(parameters.values()) == {explained.parameter_bytes_per_device}
 
 

@@ -157,8 +157,8 @@ def test_parts_of_a_program_are_traced_under_the_strategy_anywhere() -> None:
     program, state = strategy.program(model, batch), strategy.state(model)
     traced = jax.make_jaxpr(lambda batch: program.loss(state.params, state, batch, True)[0])
     inside = jax.make_jaxpr(strategy.train_step(model))(state, strategy.put(batch))
-    for found in (str(traced(strategy.put(batch))), str(inside)):
-        assert "shard_map" in found  # the exchange of borders, written out
+    for result in (str(traced(strategy.put(batch))), str(inside)):
+        assert "shard_map" in result  # the exchange of borders, written out
 
 
 # Plain JAX

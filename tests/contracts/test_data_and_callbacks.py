@@ -141,15 +141,17 @@ QUICK = ("ModelCheckpoint", "BackupAndRestore", "changes weights")
 def test_a_callback_does_what_it_does_in_keras(
     make: Callable[[Path], callbacks.Callback], tmp_path: Path
 ) -> None:
-    found = []
+    results = []
     for name, strategy in (("ours", sharded()), ("one", OneDevice())):
         at = tmp_path / name
         at.mkdir()
         callback = make(at)
         trained = train(strategy, build, X, Y, epochs=4, shuffle=False, callbacks=[callback])
         files = {path.name: path.read_text() for path in at.glob("*.csv")}
-        found.append((trained, getattr(callback, "found", []), files, sorted(at.rglob("*.keras"))))
-    (actual, read, files, saved), (expected, read_there, files_there, saved_there) = found
+        results.append(
+            (trained, getattr(callback, "found", []), files, sorted(at.rglob("*.keras")))
+        )
+    (actual, read, files, saved), (expected, read_there, files_there, saved_there) = results
     assert actual.history.keys() == expected.history.keys()
     for name, values in expected.history.items():
         np.testing.assert_allclose(actual.history[name], values, rtol=2e-6, err_msg=name)
@@ -179,11 +181,11 @@ def test_history_belongs_to_the_model() -> None:
 
 def test_a_generator_is_read_exactly_as_far_as_needed() -> None:
     """A model that is not built yet looks at one batch, and trains on it all the same."""
-    seen: list[int] = []
+    observations: list[int] = []
 
     def batches() -> Iterator[Any]:
         for number in range(100):
-            seen.append(number)
+            observations.append(number)
             yield X[:16], Y[:16]
 
     strategy = sharded()
@@ -197,7 +199,7 @@ def test_a_generator_is_read_exactly_as_far_as_needed() -> None:
     model = made(strategy, unbuilt)
     strategy.fit(model, batches(), steps_per_epoch=3, epochs=2, shuffle=False, verbose=0)
     assert int(model.optimizer.iterations) == 6
-    assert len(seen) <= 8  # Keras itself reads ahead
+    assert len(observations) <= 8  # Keras itself reads ahead
 
 
 @pytest.mark.full

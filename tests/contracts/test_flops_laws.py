@@ -27,11 +27,11 @@ SPLIT = {
 
 
 def params() -> dict[str, Any]:
-    each = WIDTH // HEADS
+    d_head = WIDTH // HEADS
     dims = {
         "table": (WORDS, WIDTH),
-        **dict.fromkeys("qkv", (WIDTH, HEADS, each)),
-        "o": (HEADS, each, WIDTH),
+        **dict.fromkeys("qkv", (WIDTH, HEADS, d_head)),
+        "o": (HEADS, d_head, WIDTH),
         "up": (WIDTH, 4 * WIDTH),
         "down": (4 * WIDTH, WIDTH),
         "head": (WIDTH, WORDS),
@@ -103,14 +103,14 @@ def test_no_device_multiplies_more_than_its_share(case: Case) -> None:
     trainer = mw.Trainer(program, mw.Placement.of(mesh, rules, zero=case.zero,
                                                   unmatched="replicate"), how)  # fmt: skip
     tokens = jnp.zeros([case.rows * case.mesh["batch"], TOKENS], "int32")
-    asked = model_flops(jax.make_jaxpr(jax.grad(loss))(params(), tokens))
-    assert asked is not None
+    of_model = model_flops(jax.make_jaxpr(jax.grad(loss))(params(), tokens))
+    assert of_model is not None
     batch = trainer.put(tokens)
     with accumulating_in(case.way):
         taken = batch if case.accumulate == 1 else (batch,) * case.accumulate
         text = trainer.step.lower(trainer.init(), taken).compile().as_text()
     flops = read_costs(text, tuple(mesh.axes)).flops
-    assert flops == pytest.approx(case.accumulate * asked / mesh.size, rel=0.02)
+    assert flops == pytest.approx(case.accumulate * of_model / mesh.size, rel=0.02)
 
 
 @pytest.mark.full
@@ -122,6 +122,6 @@ def test_no_tpu_multiplies_more_than_its_share_of_micro_batches() -> None:
     strategy = mw.Sharded(mesh, SPLIT, zero=1, accumulate=2, unmatched="replicate")
     with accumulating_in("in a loop"):
         report = mw.dry_run(program, tokens, strategy=strategy, target="v5e:2x2", blocks="whole")
-    asked = model_flops(jax.make_jaxpr(jax.grad(loss))(params(), tokens))
-    assert asked is not None
-    assert report.flops == pytest.approx(2 * asked / mesh.size, rel=0.02)
+    flops = model_flops(jax.make_jaxpr(jax.grad(loss))(params(), tokens))
+    assert flops is not None
+    assert report.flops == pytest.approx(2 * flops / mesh.size, rel=0.02)

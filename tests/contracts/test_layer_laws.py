@@ -177,8 +177,8 @@ def _strategy(case: Case, layout: str) -> mw.Sharded:
 def _observed(strategy: Any, case: Case) -> tuple[dict[str, np.ndarray], np.ndarray]:
     model = made(strategy, case.build)
     x, y = case.batch()
-    found = gradients(strategy, model, (x, y))
-    return found, strategy.predict(model, x, batch_size=BATCH, verbose=0)
+    result = gradients(strategy, model, (x, y))
+    return result, strategy.predict(model, x, batch_size=BATCH, verbose=0)
 
 
 @functools.cache
@@ -225,14 +225,14 @@ def _cases() -> list[Any]:
 def test_outputs_and_gradients_are_one_devices(name: str, layout: str) -> None:
     case = CASES[name]
     strategy = _strategy(case, layout)
-    found, outputs = _observed(strategy, case)
+    result, outputs = _observed(strategy, case)
     expected, outputs_there = one_device(name)
     if layout == "model":
         _every_rule_has_split_something(strategy, case)
     np.testing.assert_allclose(outputs, outputs_there, atol=2e-6)
     for path, gradient in expected.items():
         if not path.endswith(case.noise or ("nothing is noise",)):
-            assert relative(found[path], gradient) <= 1e-5, path
+            assert relative(result[path], gradient) <= 1e-5, path
 
 
 def _every_rule_has_split_something(strategy: mw.Sharded, case: Case) -> None:
@@ -279,7 +279,7 @@ def test_a_dropout_mask_does_not_depend_on_the_mesh() -> None:
             outputs, _ = program.forward(state.params, state.state, strategy.put(batch)[0], True)
         return np.asarray(outputs)
 
-    found = [
+    results = [
         mask(strategy)
         for strategy in (
             mw.DataParallel(
@@ -289,6 +289,6 @@ def test_a_dropout_mask_does_not_depend_on_the_mesh() -> None:
             mw.Sharded(mw.create_mesh({"batch": 4, "rows": 2}), inputs=["batch", "rows", None]),
         )
     ]
-    assert set(np.unique(found[0])) == {0.0, 2.0}
-    for each in found[1:]:
-        np.testing.assert_array_equal(each, found[0])
+    assert set(np.unique(results[0])) == {0.0, 2.0}
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])

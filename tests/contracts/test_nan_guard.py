@@ -84,9 +84,9 @@ def test_a_bad_row_is_found_and_the_values_before_are_kept(
     assert error.variables == ("hidden/kernel", "output/kernel", "output/bias")
     assert "its batch holds such values, x in 1 of" in str(error)
     assert "rows (3)" in str(error)
-    kept, wanted = weights(model), weights(before)
-    for path, value in wanted.items():
-        np.testing.assert_array_equal(kept[path], value, err_msg=path)
+    actual, expected = weights(model), weights(before)
+    for path, value in expected.items():
+        np.testing.assert_array_equal(actual[path], value, err_msg=path)
 
 
 @pytest.mark.full

@@ -79,8 +79,8 @@ def test_data_that_break_off_leave_the_newest_weights(way: Any) -> None:
     with pytest.raises(Broken):
         strategy.fit(model, broken_batches(2), steps_per_epoch=4, shuffle=False, verbose=0)
     # Keras reads one batch ahead, so that its step for the last one may not have been taken.
-    found = [largest_gap(weights(model), steps(OneDevice(), count))[0] for count in (1, 2)]
-    assert min(found) <= 1e-7
+    results = [largest_gap(weights(model), steps(OneDevice(), count))[0] for count in (1, 2)]
+    assert min(results) <= 1e-7
     strategy.fit(model, X, Y, batch_size=16, verbose=0)
 
 
@@ -179,9 +179,9 @@ def test_single_batches_are_those_of_one_device(strategy: Callable[[], mw.Sharde
     alone, model = made(OneDevice(), build), made(ours := strategy(), build)
     layouts = [variable.layout for variable in model.variables]
     with ours.scope():
-        found = on_batches(model)
-    for value, wanted in zip(found, on_batches(alone), strict=True):
-        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+        result = on_batches(model)
+    for value, expected in zip(result, on_batches(alone), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
     gap, path = largest_gap(weights(model), weights(alone))
     assert gap <= 1e-6, path
     assert [variable.layout for variable in model.variables] == layouts

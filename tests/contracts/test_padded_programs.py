@@ -46,12 +46,12 @@ def batches(count: int = 4) -> list[dict[str, np.ndarray]]:
 
 
 def test_the_trainer_agrees_and_goes_on_elsewhere(tmp_path: Path) -> None:
-    trained, shown = program(), batches()
+    trained, visible = program(), batches()
     one = mw.Trainer(trained, mw.Placement.of(mw.create_mesh({"batch": 1}, jax.devices()[:1])))
-    expected, _ = one.train(one.init(), shown)
+    expected, _ = one.train(one.init(), visible)
     here = mw.Trainer(trained, mw.Placement.of(mw.create_mesh(MESHES["2x4"]), RULES))
     with mw.Checkpoints(tmp_path) as checkpoints:
-        state, _ = here.train(here.init(), shown[:2], checkpoints=checkpoints)
+        state, _ = here.train(here.init(), visible[:2], checkpoints=checkpoints)
     assert state.params["first"].shape == (6, 12)
     (first,) = (value for path, value in state.slots.items() if path.endswith("mu/first"))
     assert first.sharding.shard_shape(first.shape) == (6, 3)
@@ -59,7 +59,7 @@ def test_the_trainer_agrees_and_goes_on_elsewhere(tmp_path: Path) -> None:
     assert here.unpadded(state).params["first"].shape == (6, 11)
     there = mw.Trainer(trained, mw.Placement.of(mw.create_mesh(MESHES["4x2"]), RULES))
     with mw.Checkpoints(tmp_path) as checkpoints:
-        state, _ = there.train(there.init(), shown, checkpoints=checkpoints)
+        state, _ = there.train(there.init(), visible, checkpoints=checkpoints)
     for part, values in zip(there.unpadded(state), expected, strict=True):
         for path, value in values.items():
             assert np.abs(np.asarray(part[path]) - np.asarray(value)).max() <= 2e-5, path

@@ -210,7 +210,7 @@ def test_zero_shares_padded_weights_out(zero: int) -> None:
 )
 def test_gradients_of_padded_weights_are_accumulated(zero: int, way: Way) -> None:
     def build() -> keras.Model:  # without statistics, which are those of each micro-batch
-        return keras.Sequential([each for each in wide().layers if each.name != "norm"])
+        return keras.Sequential([layer for layer in wide().layers if layer.name != "norm"])
 
     x, y = floats(96, 64)
     build = compiled(build, OPTIMIZERS["momentum"][0])
@@ -228,7 +228,7 @@ def test_gradients_of_padded_weights_are_accumulated(zero: int, way: Way) -> Non
 def test_other_ways_to_take_a_step_agree(options: dict[str, Any]) -> None:
     def plain() -> keras.Model:
         model = odd()
-        return keras.Sequential([each for each in model.layers if "dropout" not in each.name])
+        return keras.Sequential([layer for layer in model.layers if "dropout" not in layer.name])
 
     build = compiled(plain, lambda: optimizers.SGD(0.05, momentum=0.9))
     size = BATCH // options.get("accumulate", 1)
@@ -331,7 +331,7 @@ def test_no_whole_copy_is_alive_while_fit_trains() -> None:
 @pytest.mark.parametrize("how", [{"run_eagerly": True}, {"steps_per_execution": 3}])
 def test_other_ways_to_run_agree(how: dict[str, Any]) -> None:
     build = compiled(odd, OPTIMIZERS["momentum"][0], **how)
-    ours, one = (train(each, build, *data(48)) for each in (strategy(), OneDevice()))
+    ours, one = (train(placement, build, *data(48)) for placement in (strategy(), OneDevice()))
     gap, path = largest_gap(ours.weights, one.weights)
     assert gap <= SINGLE.weights, path
 
@@ -390,7 +390,7 @@ def test_a_model_with_steps_of_its_own_agrees() -> None:
         return OwnSteps([keras.Input([5], dtype="int32"), *odd().layers])
 
     build = compiled(build, OPTIMIZERS["adam"][0])
-    ours, one = (train(each, build, *data()) for each in (strategy(), OneDevice()))
+    ours, one = (train(placement, build, *data()) for placement in (strategy(), OneDevice()))
     agree(ours, one, AMPLIFIED)
     measured = strategy().evaluate(ours.model, *data(), verbose=0)
     assert np.allclose(measured, one.model.evaluate(*data(), verbose=0), rtol=1e-5)
@@ -415,7 +415,7 @@ def test_a_layers_own_layout_may_pad() -> None:
 
     under = mw.Sharded(mw.create_mesh(MESHES["2x4"]))
     build = compiled(build, OPTIMIZERS["sgd"][0])
-    sharded, one = (train(each, build, *data()) for each in (under, OneDevice()))
+    sharded, one = (train(placement, build, *data()) for placement in (under, OneDevice()))
     agree(sharded, one, SINGLE)
     kernel = under.explain(sharded.model)["output/kernel"]
     assert kernel.reason == "the layer's own argument, stored as 12x5"
@@ -436,7 +436,7 @@ def test_checkpoints_hold_weights_in_their_own_dims(tmp_path: Path) -> None:
     ):
         model = made(under, build)
         under.fit(model, *data(), epochs=number, **options)
-        saved = {each.key: each.dims for each in mw.read_checkpoint(directory).arrays}
+        saved = {array.key: array.dims for array in mw.read_checkpoint(directory).arrays}
         assert saved["params/hidden/kernel"] == (35, 11)
         assert saved["params/words/embeddings"] == (13, 7)
         assert saved["slots/adam/hidden/kernel/momentum"] == (35, 11)

@@ -29,11 +29,11 @@ def run_group(law: str, names: list[str], timeout_s: float, processes: int = 2) 
     env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     options = ["--processes", str(processes), "--devices", str(8 // processes)]
     command = [sys.executable, "-m", "meshwright.cli", "launch", *options, str(SCRIPT), law, *names]
-    done = subprocess.run(
+    result = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    lines = [line.partition("] ") for line in done.stdout.splitlines()]
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    lines = [line.partition("] ") for line in result.stdout.splitlines()]
     return [
         "\n".join(text for name, _, text in lines if name == f"[rank:{rank}")
         for rank in range(processes)

@@ -64,10 +64,10 @@ def build(mode: str, of: Any = layers, **layouts: Any) -> keras.Model:
 )
 def test_a_quantized_model_predicts_and_trains_as_on_one_device(mode: str, name: str) -> None:
     strategy = STRATEGIES[name]()
-    alone, model = (made(each, lambda: build(mode)) for each in (OneDevice(), strategy))
-    wanted = alone.predict(TOKENS, batch_size=16, verbose=0)
-    found = strategy.predict(model, TOKENS, batch_size=16, verbose=0)
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    alone, model = (made(placement, lambda: build(mode)) for placement in (OneDevice(), strategy))
+    expected = alone.predict(TOKENS, batch_size=16, verbose=0)
+    actual = strategy.predict(model, TOKENS, batch_size=16, verbose=0)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
     if mode in ("float8", "lora"):
         how: Any = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
         alone.fit(TOKENS, TARGETS, **how)
@@ -77,7 +77,10 @@ def test_a_quantized_model_predicts_and_trains_as_on_one_device(mode: str, name:
 
 
 def layouts_of(model: keras.Model, strategy: mw.Sharded) -> dict[str, str]:
-    return {each.info.path: str(each.layout.unbound()) for each in strategy.explain(model).placed}
+    return {
+        variable.info.path: str(variable.layout.unbound())
+        for variable in strategy.explain(model).placed
+    }
 
 
 def test_what_belongs_to_a_kernel_lies_as_it_does() -> None:
@@ -100,10 +103,10 @@ def test_a_rule_of_its_own_comes_first_and_a_layer_may_say_the_layout() -> None:
     del rules["merge/kernel"]
     strategy = mw.Sharded(mw.create_mesh({"batch": 4, "model": 2}), rules)
     model = build("int4", mw.keras.layers, kernel_layout=["model", None, None])
-    found = layouts_of(model, strategy)
-    assert found["h/kernel"] == "[unsharded, model]"
-    assert found["h/kernel_scale"] == "[unsharded, unsharded]"
-    assert found["merge/kernel"] == "[model, unsharded]"
+    layouts = layouts_of(model, strategy)
+    assert layouts["h/kernel"] == "[unsharded, model]"
+    assert layouts["h/kernel_scale"] == "[unsharded, unsharded]"
+    assert layouts["merge/kernel"] == "[model, unsharded]"
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -115,8 +118,8 @@ def test_a_kernel_under_calibration_is_stored_by_columns(bits: int) -> None:
     model = keras.Sequential([keras.Input([4]), layers.Dense(8, name="h")])
     model.layers[0].quantize("gptq", config=config)
     strategy = mw.Sharded(mw.create_mesh({"batch": 4, "model": 2}), {"h/kernel": [None, "model"]})
-    found = layouts_of(model, strategy)
-    assert found["h/kernel_scale"] == found["h/kernel_zero"] == "[model, unsharded]"
+    layouts = layouts_of(model, strategy)
+    assert layouts["h/kernel_scale"] == layouts["h/kernel_zero"] == "[model, unsharded]"
     stored = {str(v.layout.unbound()) for v in placed(model, strategy) if v.name == "kernel"}
     assert stored == {"[unsharded, model]", "[model, unsharded]"}
 

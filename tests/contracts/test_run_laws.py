@@ -91,21 +91,21 @@ def sharded(name: str, way: str) -> Run:
 
 
 def _runs() -> list[Any]:
-    found = []
+    results = []
     for param in rows(always=("model-dense",)):
         row: Row = param.values[0]
         group = pytest.mark.xdist_group(row.name)  # one process: what is asked shares its run
         marks = (*param.marks, group)
-        found.append(pytest.param(row, "strategy.fit", id=f"{row.name}-fit", marks=marks))
+        results.append(pytest.param(row, "strategy.fit", id=f"{row.name}-fit", marks=marks))
         # Keras' loops cannot lay inputs out one by one, and refuse.
         if row.inputs is None and row.name in LAYOUTS:
             always = row.name in ("model-dense",)
             marks = (group,) if always else (FULL_MARK, group)
-            found.append(pytest.param(row, "native", id=f"{row.name}-native", marks=marks))
+            results.append(pytest.param(row, "native", id=f"{row.name}-native", marks=marks))
     for row in PIPELINES:
         marks = FULL_MARK, pytest.mark.xdist_group(row.name)
-        found.append(pytest.param(row, "strategy.fit", id=row.name, marks=marks))
-    return found
+        results.append(pytest.param(row, "strategy.fit", id=row.name, marks=marks))
+    return results
 
 
 each_run = pytest.mark.parametrize(("row", "way"), _runs())
@@ -160,7 +160,7 @@ def test_later_steps_compile_nothing(row: Row, way: str) -> None:
 
 @each_run
 def test_every_variable_lies_as_explained_after_training(row: Row, way: str) -> None:
-    strategy, found = row.strategy(), sharded(row.name, way)
-    for variable, placed in strategy._placed(found.model):
+    strategy, result = row.strategy(), sharded(row.name, way)
+    for variable, placed in strategy._placed(result.model):
         sharding = placed.unpadded.sharding
         assert variable.value.sharding.is_equivalent_to(sharding, variable.value.ndim), placed

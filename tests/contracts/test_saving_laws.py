@@ -48,13 +48,13 @@ def _lies_as_told(strategy: mw.Sharded, model: keras.Model) -> None:
 
 def test_weights_are_got_set_saved_and_loaded(row: Row, tmp_path: Path) -> None:
     strategy, model = _trained(row)
-    kept = model.get_weights()
+    before = model.get_weights()
     model.save_weights(tmp_path / "kept.weights.h5")
-    model.set_weights([weight + 1 for weight in kept])
-    for now, then in zip(model.get_weights(), kept, strict=True):
+    model.set_weights([weight + 1 for weight in before])
+    for now, then in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(now, then + 1)
     model.load_weights(tmp_path / "kept.weights.h5")
-    for now, then in zip(model.get_weights(), kept, strict=True):
+    for now, then in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(now, then)
     _lies_as_told(strategy, model)
 
@@ -69,22 +69,22 @@ def test_a_saved_model_goes_on_where_it_was(row: Row, tmp_path: Path) -> None:
     with strategy.scope():
         inside = keras.models.load_model(tmp_path / "model.keras")
     x, y = row.of.data(32)
-    for each in (model, outside, inside):
+    for net in (model, outside, inside):
         keras.utils.set_random_seed(1)
-        for seeds in each.non_trainable_variables:  # dropout goes on from the same seed
+        for seeds in net.non_trainable_variables:  # dropout goes on from the same seed
             if seeds.name == "seed_generator_state":
                 seeds.assign([3, 4])
-        strategy.fit(each, x, y, batch_size=16, verbose=0, shuffle=False)
-        _lies_as_told(strategy, each)
-    for each in (outside, inside):
-        gap, path = largest_gap(weights(each), weights(model))
+        strategy.fit(net, x, y, batch_size=16, verbose=0, shuffle=False)
+        _lies_as_told(strategy, net)
+    for net in (outside, inside):
+        gap, path = largest_gap(weights(net), weights(model))
         assert gap <= 1e-7, path
 
 
 @pytest.mark.full_for("model-dense")
 def test_a_model_of_plain_keras_is_placed_and_trained(row: Row) -> None:
     strategy, one, (x, y) = row.strategy(), OneDevice(), row.of.data(32)
-    found = []
+    results = []
     for place in (True, False):
         model = made(one, _build(row))
         model.fit(x, y, batch_size=16, verbose=0, shuffle=False)
@@ -93,8 +93,8 @@ def test_a_model_of_plain_keras_is_placed_and_trained(row: Row) -> None:
             _lies_as_told(strategy, model)
         how = strategy if place else one
         how.fit(model, x, y, batch_size=16, verbose=0, shuffle=False)
-        found.append(weights(model))
-    gap, path = largest_gap(*found)
+        results.append(weights(model))
+    gap, path = largest_gap(*results)
     assert gap <= 1e-6, path
 
 
@@ -205,14 +205,14 @@ def test_an_initializer_gives_plain_keras_values_in_any_layout(name: str, within
 
     mesh = mw.create_mesh({"batch": 4, "model": 2})
     layouts: list[Any] = [None, ["batch", "model"], [None, ("model", "batch")]]
-    found = [
+    actual = [
         np.asarray(made(mw.Sharded(mesh, {"kernel": k} if k else {}), build).layers[0].kernel)
         for k in layouts
     ]
-    for each in found[1:]:
-        np.testing.assert_array_equal(each, found[0])
+    for other in actual[1:]:
+        np.testing.assert_array_equal(other, actual[0])
     expected = np.asarray(made(OneDevice(), build).layers[0].kernel)
-    np.testing.assert_allclose(found[0], expected, rtol=0, atol=within)
+    np.testing.assert_allclose(actual[0], expected, rtol=0, atol=within)
 
 
 @pytest.mark.parametrize("axes", [{"batch": 4, "model": 2}])
@@ -232,7 +232,7 @@ def test_weights_are_saved_in_half_the_bytes(axes: dict[str, int], tmp_path: Pat
     strategy.fit(model, np.ones([8, 8], "float32"), np.ones([8, 6], "float32"), verbose=0)
     strategy.save(model, tmp_path, dtype="bfloat16")
     info = mw.read_checkpoint(tmp_path)
-    saved = {(each.part, each.dtype) for each in info.arrays if "iteration" not in each.path}
+    saved = {(array.part, array.dtype) for array in info.arrays if "iteration" not in array.path}
     assert {("params", "bfloat16"), ("state", "bfloat16"), ("slots", "float32")} <= saved
     assert not {("params", "float32"), ("state", "float32")} & saved
     other = build()
@@ -244,9 +244,9 @@ def test_weights_are_saved_in_half_the_bytes(axes: dict[str, int], tmp_path: Pat
     finally:
         keras.config.set_dtype_policy("float32")
     strategy.restore(small, tmp_path, parts=("params", "state"))
-    for value, wanted, tiny in zip(other.weights, model.weights, small.weights, strict=True):
+    for value, expected, tiny in zip(other.weights, model.weights, small.weights, strict=True):
         assert (value.dtype, tiny.dtype) == ("float32", "bfloat16")
-        rounded = np.asarray(wanted.value).astype("bfloat16")
+        rounded = np.asarray(expected.value).astype("bfloat16")
         np.testing.assert_array_equal(np.asarray(value.value), rounded.astype("float32"))
         np.testing.assert_array_equal(np.asarray(tiny.value), rounded)
 

@@ -148,7 +148,7 @@ class Looks(keras.callbacks.Callback):
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_steps_that_are_taken_together_are_those_taken_alone_bit_for_bit(accumulate: int) -> None:
     """A run that is resumed, or whose source is slow, groups its steps otherwise."""
-    found = []
+    results = []
     for callbacks in ([], [Looks()]):
         strategy = STRATEGIES["dp8"](accumulate=accumulate)
         model = made(strategy, build())
@@ -156,8 +156,8 @@ def test_steps_that_are_taken_together_are_those_taken_alone_bit_for_bit(accumul
         history = strategy.fit(
             model, x, y, batch_size=16, shuffle=False, verbose=0, callbacks=callbacks
         )
-        found.append((history.history, [weight.tolist() for weight in model.get_weights()]))
-    assert found[0] == found[1]
+        results.append((history.history, [weight.tolist() for weight in model.get_weights()]))
+    assert results[0] == results[1]
 
 
 @pytest.mark.full
@@ -294,9 +294,9 @@ def test_a_donated_step_holds_no_second_copy_of_parameters_and_slots(name: str) 
     lies = jax.tree.map(lambda array: array.sharding, state)
     compiled = jax.jit(step, donate_argnums=0, out_shardings=(lies, None))
     figures = compiled.lower(state, strategy.put(batch)).compile().memory_analysis()
-    held = sum(
+    state_bytes = sum(
         array.addressable_data(0).nbytes
         for part in (state.params, state.slots)
         for array in part.values()
     )
-    assert figures.alias_size_in_bytes >= held  # written where they were read
+    assert figures.alias_size_in_bytes >= state_bytes  # written where they were read

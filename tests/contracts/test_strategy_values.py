@@ -50,13 +50,13 @@ def test_a_copy_equals_its_strategy_and_decides_alike(name: str, way: str) -> No
     if not strategy.mesh.is_abstract:
         with strategy.scope():  # it knows a model, which a copy does not
             model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
-    found = COPIES[way](strategy)
-    assert type(found) is type(strategy)
-    assert found == strategy
-    assert hash(found) == hash(strategy)
-    assert found.note == "mine"
+    result = COPIES[way](strategy)
+    assert type(result) is type(strategy)
+    assert result == strategy
+    assert hash(result) == hash(strategy)
+    assert result.note == "mine"
     if not strategy.mesh.is_abstract:
-        found.place(model)
-        assert found.explain(model) == strategy.explain(model)
+        result.place(model)
+        assert result.explain(model) == strategy.explain(model)
     other = STRATEGIES["DataParallel" if name == "Sharded" else "Sharded"]()
-    assert found != other
+    assert result != other

@@ -72,9 +72,9 @@ WARNINGS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("case", WARNINGS)
 def test_it_points_here(case: str) -> None:
     call, says = WARNINGS[case]
-    with pytest.warns(mw.MeshwrightWarning, match=says) as found:
+    with pytest.warns(mw.MeshwrightWarning, match=says) as result:
         call()
-    assert {Path(each.filename).name for each in found} == {Path(__file__).name}
+    assert {Path(warning.filename).name for warning in result} == {Path(__file__).name}
 
 
 def test_place_refuses_what_fit_refuses() -> None:

@@ -73,12 +73,12 @@ def test_a_fast_source_is_read_as_it_is_asked_for_and_starts_no_thread(
 
 
 def test_what_a_source_raises_comes_after_all_that_it_gave() -> None:
-    source, found = Slow(9, fails_at=6), []
+    source, result = Slow(9, fails_at=6), []
     with pytest.raises(OSError, match="no number 6"):
-        found.extend(Ahead()(source()))
+        result.extend(Ahead()(source()))
     for number in Ahead()(Slow(9, fails_at=None)()):
-        found.append(number)
-    assert found[-9:] == list(range(9))
+        result.append(number)
+    assert result[-9:] == list(range(9))
     assert source.read == list(range(6))
     assert not readers()
 
@@ -97,16 +97,16 @@ def test_stopping_early_closes_the_source_and_leaves_no_thread() -> None:
 
 
 def test_rows_are_read_only_where_a_process_needs_them() -> None:
-    asked: list[list[int]] = []
+    requests: list[list[int]] = []
     table = np.arange(20).reshape(10, 2)
 
     def read(numbers: Any) -> Any:
-        asked.append(list(numbers))
+        requests.append(list(numbers))
         return table[numbers]
 
     rows = HostRows(read, np.array([3, 1, 9, 4]), (2,))
     np.testing.assert_array_equal(rows[2:4, 1:], [[19], [9]])
-    assert asked == [[9, 4]]
+    assert requests == [[9, 4]]
     np.testing.assert_array_equal(rows.cycled(6)[4:6, :], table[[3, 1]])
 
 
@@ -132,8 +132,8 @@ class Sees(keras.Model):
 
     def call(self, x: Any, training: bool = False) -> Any:
         if training:
-            seen = keras.ops.one_hot(keras.ops.cast(x[:, 0], "int32"), ROWS)
-            self.times.assign_add(keras.ops.sum(seen, axis=0))
+            actual = keras.ops.one_hot(keras.ops.cast(x[:, 0], "int32"), ROWS)
+            self.times.assign_add(keras.ops.sum(actual, axis=0))
         return self.dense(x)
 
 
@@ -212,11 +212,11 @@ def test_every_sample_is_used_exactly_once_per_epoch(source: Any) -> None:
 def test_shuffling_is_seeded_and_the_same_under_every_mesh() -> None:
     """The order shows in the weights: they are those of one order only."""
     data = {"x": X, "y": Y + X[:, :1] / ROWS, "batch_size": 16}
-    found = [np.asarray(trained(data, mesh).dense.kernel) for mesh in MESHES]
-    for kernel in found[1:]:
-        np.testing.assert_allclose(kernel, found[0], rtol=1e-6)
+    results = [np.asarray(trained(data, mesh).dense.kernel) for mesh in MESHES]
+    for kernel in results[1:]:
+        np.testing.assert_allclose(kernel, results[0], rtol=1e-6)
     other = np.asarray(trained(data | {"shuffle": False}, MESHES[0]).dense.kernel)
-    assert np.abs(other - found[0]).max() > 1e-5
+    assert np.abs(other - results[0]).max() > 1e-5
 
 
 def test_local_rows_of_the_only_process_are_all_rows() -> None:

@@ -178,10 +178,10 @@ def test_a_folder_is_an_error_that_lists_what_is_in_it(tmp_path: Path) -> None:
         mnist(tmp_path)
 
 
-@pytest.mark.parametrize("kept", [0, 10, 5000, -1], ids="kept {}".format)
-def test_a_file_cut_off_anywhere_is_an_error(tmp_path: Path, kept: int) -> None:
+@pytest.mark.parametrize("length", [0, 10, 5000, -1], ids="kept {}".format)
+def test_a_file_cut_off_anywhere_is_an_error(tmp_path: Path, length: int) -> None:
     path = tmp_path / "half.npz"
-    path.write_bytes(npz_bytes()[:kept])
+    path.write_bytes(npz_bytes()[:length])
     with pytest.raises(DataError, match=r"half\.npz \([\d,]+ bytes\) cannot be read"):
         mnist(path)
 

@@ -34,10 +34,10 @@ def test_every_row_is_read_once_however_the_number_of_processes_changes(
     rest = tuple(Span(file, 0, rows) for file, rows in enumerate(sizes) if rows)
     read: Counter[tuple[int, int]] = Counter()
     for processes, most in [*runs, (2, 1000)]:
-        each = [list(steps_of(rest, i, processes, 2, dealing)) for i in range(processes)]
-        assert len({len(steps) for steps in each}) == 1  # they all end at the same step
-        taken = min(most, len(each[0]))
-        for steps in zip(*(steps[:taken] for steps in each), strict=True):
+        by_process = [list(steps_of(rest, i, processes, 2, dealing)) for i in range(processes)]
+        assert len({len(steps) for steps in by_process}) == 1  # they all end at the same step
+        taken = min(most, len(by_process[0]))
+        for steps in zip(*(steps[:taken] for steps in by_process), strict=True):
             whole = [step for step in steps if step.is_rest]
             assert len(whole) in (0, processes)
             if whole:
@@ -63,7 +63,7 @@ X = {"id": np.arange(50), "value": np.arange(50.0)}
 def test_a_position_is_one_for_all_processes_and_for_any_number_of_them() -> None:
     rows: ShardedRows = mw.shard(X, batch_size=6, seed=4)
     three = [rows.reading(Group(i, 3)) for i in range(3)]
-    seen = [row for _ in range(4) for reading in three for row in rows_of(next(reading))]
+    actual = [row for _ in range(4) for reading in three for row in rows_of(next(reading))]
     states = [json.loads(json.dumps(reading.get_state())) for reading in three]
     assert states[0] == states[1] == states[2]
     two = [rows.reading(Group(i, 2)) for i in range(2)]
@@ -71,12 +71,12 @@ def test_a_position_is_one_for_all_processes_and_for_any_number_of_them() -> Non
         reading.set_state(states[0])
     rest = [[rows_of(batch) for batch in reading] for reading in two]
     assert rest[0][-1] == rest[1][-1]  # of 50 rows, 2 are left for everybody
-    seen += [row for reading in rest for batch in reading[:-1] for row in batch] + rest[0][-1]
-    assert sorted(seen) == list(range(50))
-    assert seen[:6] != list(range(6))
+    actual += [row for reading in rest for batch in reading[:-1] for row in batch] + rest[0][-1]
+    assert sorted(actual) == list(range(50))
+    assert actual[:6] != list(range(6))
     one = rows.reading(Group(0, 1))
     order = [row for batch in one for row in rows_of(batch)]
-    assert seen[:24] == order[:24]  # the batches of any number of processes are the same
+    assert actual[:24] == order[:24]  # the batches of any number of processes are the same
 
 
 def test_as_many_processes_as_before_read_on_as_they_would_have_done(tmp_path: Path) -> None:
@@ -126,15 +126,15 @@ def test_a_process_reads_its_share_of_the_bytes_and_a_file_at_most(tmp_path: Pat
     paths = parquet(tmp_path, [512, 640, 320, 512, 448, 600], width=512)
     sizes = [path.stat().st_size for path in paths]
     rows: ShardedRows = mw.shard(str(tmp_path / "*.parquet"), by, batch_size=32)
-    seen: list[int] = []
+    observations: list[int] = []
     for index in range(2):
         before = bytes_read()
         batches = [rows_of(batch) for batch in rows.reading(Group(index, 2))]
         assert bytes_read() - before <= sum(sizes) / 2 + max(sizes)
         rest = 3032 % 32
         assert len(batches[-1]) == rest
-        seen += [row for batch in batches[: -1 if index == 0 else None] for row in batch]
-    assert sorted(seen) == list(range(sum([512, 640, 320, 512, 448, 600])))
+        observations += [row for batch in batches[: -1 if index == 0 else None] for row in batch]
+    assert sorted(observations) == list(range(sum([512, 640, 320, 512, 448, 600])))
 
 
 class CountedRows:
@@ -267,8 +267,10 @@ def test_files_of_records_are_read_by_grain(tmp_path: Path) -> None:
         batch_size=4,
         parse=lambda record: {"id": np.frombuffer(record, "int64")[0]},
     )
-    seen = [row for i in range(2) for batch in rows.reading(Group(i, 2)) for row in rows_of(batch)]
-    assert sorted(seen) == list(range(24))
+    actual = [
+        row for i in range(2) for batch in rows.reading(Group(i, 2)) for row in rows_of(batch)
+    ]
+    assert sorted(actual) == list(range(24))
 
 
 def test_fewer_files_than_processes_is_an_error_with_the_numbers(tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ def bare(**more) -> DryRun:
     return DryRun("net", Target.of("v5e:2x4"), (("batch", 8),), memory)
 
 
-def page(found: DryRun) -> ElementTree.Element:
+def page(result: DryRun) -> ElementTree.Element:
     """The page as a tree; raises for one that is not well formed."""
-    return ElementTree.fromstring(found.to_html())
+    return ElementTree.fromstring(result.to_html())
 
 
 def text(element: ElementTree.Element) -> str:
@@ -78,6 +78,6 @@ def text(element: ElementTree.Element) -> str:
 
 
 def rows_of(tree: ElementTree.Element, name: str) -> list[list[str]]:
-    (box,) = (each for each in tree.iter("div") if each.get("id") == name)
+    (box,) = (element for element in tree.iter("div") if element.get("id") == name)
     (body,) = box.iter("tbody")
     return [[text(cell).strip() for cell in row] for row in body]

@@ -79,12 +79,12 @@ class Tags(html.parser.HTMLParser):
 def test_a_value_shows_itself_as_whole_and_escaped_html(name):
     make, expected = VALUES[name]
     value = make()
-    shown = value._repr_html_()
-    assert expected in shown
-    tags = Tags(shown)
+    visible = value._repr_html_()
+    assert expected in visible
+    tags = Tags(visible)
     assert tags.open == []
     assert not tags.seen & {"script", "link", "iframe"}
-    assert "http" not in shown.replace("http://www.w3.org", "")
+    assert "http" not in visible.replace("http://www.w3.org", "")
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -113,7 +113,7 @@ def test_what_has_no_view_shows_none():
 
 def test_a_long_table_is_shown_in_part():
     layouts = mw.LayoutMap(layouts={f"layer_{i}": [None] for i in range(300)})
-    shown = layouts._repr_html_()
-    assert "layer_199<" in shown
-    assert "layer_200<" not in shown
-    assert "and 100 more; print() shows all" in shown
+    visible = layouts._repr_html_()
+    assert "layer_199<" in visible
+    assert "layer_200<" not in visible
+    assert "and 100 more; print() shows all" in visible

@@ -32,7 +32,7 @@ from meshwright.planning import Target
 
 @pytest.mark.full_for("floors", "loop", "report")
 @pytest.mark.parametrize(
-    "found",
+    "result",
     [
         report,
         looped,
@@ -43,26 +43,26 @@ from meshwright.planning import Target
     ],
     ids=["report", "loop", "bare", "too large", "refused", "floors"],
 )
-def test_it_is_well_formed_and_its_links_lead_somewhere(found):
-    tree = page(found())
-    ids = [each.get("id") for each in tree.iter() if each.get("id")]
+def test_it_is_well_formed_and_its_links_lead_somewhere(result):
+    tree = page(result())
+    ids = [element.get("id") for element in tree.iter() if element.get("id")]
     assert len(ids) == len(set(ids))
-    for each in tree.iter():
-        if (link := each.get("href") or "").startswith("#"):
+    for element in tree.iter():
+        if (link := element.get("href") or "").startswith("#"):
             assert link[1:] in ids
-        if labelled := each.get("aria-labelledby"):
+        if labelled := element.get("aria-labelledby"):
             assert labelled in ids
-        for name in re.findall(r"url\(#([\w-]+)\)", " ".join(each.attrib.values())):
+        for name in re.findall(r"url\(#([\w-]+)\)", " ".join(element.attrib.values())):
             assert name in ids
 
 
 def test_it_asks_nothing_of_a_network_and_runs_its_own_script_alone():
     tree = page(report())
-    for each in tree.iter():
-        assert each.tag not in ("img", "iframe", "object")
-        assert "src" not in each.attrib
-        assert re.match("#|data:", each.get("href", "#"))
-        assert not [key for key in each.attrib if key.startswith("on")]
+    for element in tree.iter():
+        assert element.tag not in ("img", "iframe", "object")
+        assert "src" not in element.attrib
+        assert re.match("#|data:", element.get("href", "#"))
+        assert not [key for key in element.attrib if key.startswith("on")]
     (script,) = tree.iter("script")
     digest = base64.b64encode(hashlib.sha256((script.text or "").encode()).digest()).decode()
     (policy,) = (meta.get("content") or "" for meta in tree.iter("meta") if meta.get("http-equiv"))
@@ -105,7 +105,7 @@ def test_the_command_writes_it_beside_what_it_prints(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "job_of_a_page", raising=False)
     monkeypatch.setattr(planning_commands, "dry_run", lambda *_, **__: report())
-    asked = planning_commands.DryRunOptions(
+    options = planning_commands.DryRunOptions(
         "job_of_a_page.py:build",
         Target.of("cpu:8"),
         mw.Mesh({"batch": 8}),
@@ -114,7 +114,7 @@ def test_the_command_writes_it_beside_what_it_prints(tmp_path, monkeypatch):
         batch_size=None,
         options={},
     )
-    assert planning_commands.run(asked, 60.0, Path("report.html")) is report()
+    assert planning_commands.run(options, 60.0, Path("report.html")) is report()
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == report().to_html()
 
 
@@ -122,27 +122,27 @@ def test_the_command_writes_it_beside_what_it_prints(tmp_path, monkeypatch):
 def test_the_command_says_before_it_compiles_that_a_file_cannot_be_written(option, tmp_path):
     (tmp_path / "file").write_text("")
     path = str(tmp_path / "file" / "page")
-    asked = ["dry-run", "json:build", "--target", "cpu:8", option, path]
-    done = CliRunner().invoke(main, asked)
-    assert done.exit_code == 2
-    words = " ".join(done.output.split())
+    command = ["dry-run", "json:build", "--target", "cpu:8", option, path]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 2
+    words = " ".join(result.output.split())
     assert f"to '{path}': '{tmp_path / 'file'}' is not a folder. Choose another path." in words
 
 
 @pytest.mark.full_for("loop")
-@pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])
-def test_every_number_of_the_terminal_is_in_the_page(found):
-    shown = text(page(found()))
-    told = re.findall(r"\d[\d,.]*(?: (?:[KMGT]?i?B|[mµ]?s|[kMGTP]?FLOP)\b|%)?", str(found()))
-    assert len(told) > 40
-    assert [each for each in told if each.rstrip(".,") not in shown] == []
+@pytest.mark.parametrize("result", [report, looped], ids=["report", "loop"])
+def test_every_number_of_the_terminal_is_in_the_page(result):
+    visible = text(page(result()))
+    numbers = re.findall(r"\d[\d,.]*(?: (?:[KMGT]?i?B|[mµ]?s|[kMGTP]?FLOP)\b|%)?", str(result()))
+    assert len(numbers) > 40
+    assert [number for number in numbers if number.rstrip(".,") not in visible] == []
 
 
 def test_whatever_comes_from_the_user_is_escaped():
     info = ParamInfo(EVIL, (EVIL,), (4, 8), "float32", 4)
     placed = Placed(info, mw.Layout([None, "model"], MESH), EVIL)
     transfer = replace(report().unexpected[0], paths=(EVIL,), variables=(EVIL,), remedy=EVIL)
-    found = replace(
+    result = replace(
         report(),
         name=EVIL,
         notes=(EVIL,),
@@ -151,15 +151,15 @@ def test_whatever_comes_from_the_user_is_escaped():
         collectives=(transfer,),
         tensors=tuple(replace(t, origin=replace(t.origin, path=EVIL)) for t in report().tensors),
     )
-    assert len(list(page(found).iter("script"))) == 1
-    assert text(page(found)).count(EVIL) > 6
-    assert found.to_html().count("<script>") == 1
+    assert len(list(page(result).iter("script"))) == 1
+    assert text(page(result)).count(EVIL) > 6
+    assert result.to_html().count("<script>") == 1
 
 
 def test_lines_stand_beside_collectives_and_remedies_where_they_are_known():
     transfer = replace(report().unexpected[0], lines=("model.py:7", "model.py:9", "<b>.py:1"))
     tree = page(replace(report(), collectives=(transfer, *report().collectives)))
-    columns = [text(each) for each in tree.iter("th")]
+    columns = [text(cell) for cell in tree.iter("th")]
     assert "written in" in columns
     assert any(
         row[-1] == "model.py:7, model.py:9, <b>.py:1" for row in rows_of(tree, "collectives-table")
@@ -185,11 +185,11 @@ def test_what_fits_and_what_does_not_is_said_in_words():
 
 
 def test_the_parts_of_the_memory_add_up_to_the_peak():
-    found = report()
-    assert sum(part.size for part in parts_of(found.memory)) == found.peak_bytes
-    rows = {row[0]: row[1] for row in rows_of(page(found), "memory-table")}
-    assert rows["parameters"] == f"{found.parameter_bytes:,}"
-    assert rows["peak"] == f"{found.peak_bytes:,}"
+    result = report()
+    assert sum(part.size for part in parts_of(result.memory)) == result.peak_bytes
+    rows = {row[0]: row[1] for row in rows_of(page(result), "memory-table")}
+    assert rows["parameters"] == f"{result.parameter_bytes:,}"
+    assert rows["peak"] == f"{result.peak_bytes:,}"
 
 
 def test_collectives_nobody_asked_for_stand_out_with_their_remedy():
@@ -198,21 +198,21 @@ def test_collectives_nobody_asked_for_stand_out_with_their_remedy():
     marked = [row for row in tree.iter("tr") if row.get("class") == "marked"]
     assert marked
     assert all("! unexpected" in text(row) for row in marked)
-    assert all(each.remedy in text(tree) for each in report().unexpected)
+    assert all(collective.remedy in text(tree) for collective in report().unexpected)
 
 
 def test_the_collectives_of_the_table_are_all_there_are():
-    found = looped()
-    rows = rows_of(page(found), "collectives-table")
+    result = looped()
+    rows = rows_of(page(result), "collectives-table")
     assert sum(int(row[5].replace(",", "")) for row in rows) == sum(
-        each.count for each in found.collectives
+        collective.count for collective in result.collectives
     )
 
 
 def test_layers_are_those_of_the_estimate():
-    found = report().estimate
+    result = report().estimate
     rows = rows_of(page(report()), "layers-table")
-    assert [row[0] for row in rows] == [each.layer or "-" for each in found.layers]
+    assert [row[0] for row in rows] == [layer.layer or "-" for layer in result.layers]
 
 
 def test_collectives_and_flops_of_equal_layers_share_a_row():
@@ -224,17 +224,17 @@ def test_collectives_and_flops_of_equal_layers_share_a_row():
     assert rows == [(("block_*/up_1",), 24, 24 * 64), (("block_24/up_1",), 1, 32)]
     layers = [LayerCost(f"block_{n}", 1e9, 2e9, 0.0, 0.0, 10 + n) for n in range(24)]
     layers.append(LayerCost("head", 5e9, 0.0, 0.0, 0.0, 7))
-    found = replace(report(), collectives=tuple(moved))
-    found = replace(found, estimate=replace(found.estimate, layers=tuple(layers)))
-    tree = page(found)
+    result = replace(report(), collectives=tuple(moved))
+    result = replace(result, estimate=replace(result.estimate, layers=tuple(layers)))
+    tree = page(result)
     assert [row[:3] for row in rows_of(tree, "layers-table")] == [
-        ["block_*" + ", ".join(each.layer for each in layers[:-1]), "24 ×", "72 GFLOP"],
+        ["block_*" + ", ".join(layer.layer for layer in layers[:-1]), "24 ×", "72 GFLOP"],
         ["head", "1 ×", "5 GFLOP"],
     ]
     first, last = rows_of(tree, "collectives-table")
     assert (first[2].startswith("block_*/up_1 (24 alike)"), first[5]) == (True, "24")
     assert (last[2], last[5]) == ("block_24/up_1", "1")
-    assert re.search(r"all-reduce +batch +24 +1\.5 KiB +backward +block_\*/up_1", str(found))
+    assert re.search(r"all-reduce +batch +24 +1\.5 KiB +backward +block_\*/up_1", str(result))
 
 
 def test_numbers_sort_by_what_they_are_and_not_by_how_they_look():
@@ -252,14 +252,14 @@ def test_variables_of_equal_blocks_share_a_row():
 
     split = [placed(f"block_{n}/up_1", [None, "model"]) for n in range(24)]
     whole = [placed("block_3/up_1", [None, None])]
-    found = alike([*split, *whole])
-    assert [(each.pattern, len(each.members)) for each in found] == [
+    result = alike([*split, *whole])
+    assert [(group.pattern, len(group.members)) for group in result] == [
         ("block_*/up_1", 24),
         ("block_3/up_1", 1),
     ]
-    assert found[0].bytes_per_device == 24 * 8 * 8 * 4 // 2
-    shown = text(page(replace(report(), placed=(*split, *whole))))
-    assert all(each.info.path in shown for each in split)  # where a search finds them
+    assert result[0].bytes_per_device == 24 * 8 * 8 * 4 // 2
+    visible = text(page(replace(report(), placed=(*split, *whole))))
+    assert all(variable.info.path in visible for variable in split)  # where a search finds them
 
 
 # Large ones
@@ -283,8 +283,8 @@ def test_meshes_of_any_size_are_drawn_in_a_picture_of_one_size(axes):
     assert float(tree.get("height") or 0) < 400
     words = text(tree)
     assert all(f"{axis} = {size}" in words for axis, size in axes.items())
-    texts = [each.text or "" for each in tree.iter("{http://www.w3.org/2000/svg}text")]
-    numbers = [int(n) for each in texts if re.fullmatch(r"[\d–]+", each) for n in each.split("–")]
+    texts = [element.text or "" for element in tree.iter("{http://www.w3.org/2000/svg}text")]
+    numbers = [int(n) for text in texts if re.fullmatch(r"[\d–]+", text) for n in text.split("–")]
     assert min(numbers) == 0
     assert max(numbers) < math.prod(axes.values())
     assert len(numbers) == len(set(numbers))
@@ -293,9 +293,9 @@ def test_meshes_of_any_size_are_drawn_in_a_picture_of_one_size(axes):
 def test_long_names_of_axes_make_the_picture_wider_and_are_not_cut():
     axes = {"replicas": 2, "rows_of_the_batch_in_a_host": 4, "a_model_axis_of_a_very_long_name": 2}
     tree = ElementTree.fromstring(mesh_picture(mw.Mesh(axes)))
-    for each in tree.iter("{http://www.w3.org/2000/svg}text"):
-        if not each.get("transform") and each.get("text-anchor") is None:
-            end = float(each.get("x") or 0) + text_width(each.text or "", 13)
+    for element in tree.iter("{http://www.w3.org/2000/svg}text"):
+        if not element.get("transform") and element.get("text-anchor") is None:
+            end = float(element.get("x") or 0) + text_width(element.text or "", 13)
             assert end < float(tree.get("width") or 0)
 
 
@@ -309,33 +309,33 @@ def test_a_report_of_24_blocks_on_512_devices_stays_small_and_is_made_at_once():
             path = f"block_{block}/part_{'abcdefgh'[number % 8]}{'xyzuvw'[number // 8]}/kernel"
             info = ParamInfo(path, (path,), (4096, 4096), "float32", 4)
             placed.append(Placed(info, mw.Layout(ways[number % 7], mesh), "rule"))
-    found = replace(
+    result = replace(
         report(),
         axes=mesh.axes,
         placed=tuple(placed),
         collectives=tuple(
-            replace(each, variables=(f"block_{block}/{number}/kernel",))
+            replace(collective, variables=(f"block_{block}/{number}/kernel",))
             for block in range(24)
-            for number, each in enumerate(report().collectives)
+            for number, collective in enumerate(report().collectives)
         ),
     )
     begin = time.process_time()
-    made = found.to_html()
+    html = result.to_html()
     assert time.process_time() - begin < 1.0
-    assert len(made.encode()) < 1_000_000
-    ElementTree.fromstring(made)
+    assert len(html.encode()) < 1_000_000
+    ElementTree.fromstring(html)
 
 
 # Layers in layers
 
 
 def boxes(tree) -> list[ElementTree.Element]:
-    return [each for each in tree.iter("details") if each.get("class") == "box"]
+    return [element for element in tree.iter("details") if element.get("class") == "box"]
 
 
 def test_layers_open_to_their_arrays_and_to_what_is_inside_of_them():
     tree = ElementTree.fromstring(report().to_html())
-    (w,) = [each for each in boxes(tree) if text(next(each.iter("b"))) == "w"]
+    (w,) = [box for box in boxes(tree) if text(next(box.iter("b"))) == "w"]
     assert "kernel float32 16 × 32 [unsharded, model]" in text(w)
     assert "3 KiB of state" in summary(w)  # 1 KiB, and as much in each of its slots
     share = sum(float(s) for s in re.findall(r"([\d.]+)%", " ".join(map(summary, boxes(tree)))))
@@ -355,15 +355,15 @@ def test_equal_layers_are_one_box():
 
 
 @pytest.mark.parametrize(
-    ("waiting_s", "talk", "said"),
+    ("waiting_s", "talk", "sentence"),
     [
         (0.03, ((("batch",), 0.05),), "30.0% of it is waiting for collectives."),
         (0.0, ((("batch",), 0.05),), "collectives hide behind other work."),
         (0.0, (), "it has no collectives."),
     ],
 )
-def test_a_sentence_over_the_time_line_says_what_the_time_goes_to(waiting_s, talk, said):
+def test_a_sentence_over_the_time_line_says_what_the_time_goes_to(waiting_s, talk, sentence):
     known = {"step_time_s": 0.1, "bound_by": "compute", "waiting_s": waiting_s}
     run = replace(report(), estimate=replace(report().estimate, communication_s=talk, **known))
-    shown = text(page(run))
-    assert f"Most of the 100 ms of a step goes to compute; {said}" in shown
+    visible = text(page(run))
+    assert f"Most of the 100 ms of a step goes to compute; {sentence}" in visible

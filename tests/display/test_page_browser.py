@@ -69,11 +69,11 @@ def browser() -> Iterator[Any]:
     with api.sync_playwright() as started:
         own = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chrome")
         try:
-            found = started.chromium.launch(executable_path=own, args=["--no-sandbox"])
+            result = started.chromium.launch(executable_path=own, args=["--no-sandbox"])
         except api.Error as error:
             pytest.skip(f"no Chromium starts ({str(error).splitlines()[0]}): {_HOW}")
-        yield found
-        found.close()
+        yield result
+        result.close()
 
 
 @pytest.fixture
@@ -87,12 +87,14 @@ def opened(browser, tmp_path) -> Iterator[Any]:
     page.on("request", lambda request: complaints.append(request.url))
     page.goto((tmp_path / "report.html").as_uri())
     yield page
-    assert [each for each in complaints if not each.startswith(("file:", "data:"))] == []
+    assert [
+        complaint for complaint in complaints if not complaint.startswith(("file:", "data:"))
+    ] == []
     page.close()
 
 
 def texts(page: Any, selector: str) -> list[str]:
-    return [each.strip() for each in page.locator(selector).all_inner_texts()]
+    return [text.strip() for text in page.locator(selector).all_inner_texts()]
 
 
 def numbers(page: Any, column: int) -> list[float]:
@@ -114,22 +116,22 @@ def test_names_in_bars_are_seen_whole_or_not_at_all(opened):
         const isInside = own.left >= part.left - 1 && own.right <= part.right + 1;
         return isBelow ? "below" : isInside ? "inside" : "cut: " + name.innerText;
     })"""
-    seen = []
+    observations = []
     for width in (320, 390, 1280):
         opened.set_viewport_size({"width": width, "height": 900})
-        seen += opened.locator("#memory > figure > .bar .part b").evaluate_all(script)
-    assert {*seen} == {"below", "inside"}
+        observations += opened.locator("#memory > figure > .bar .part b").evaluate_all(script)
+    assert {*observations} == {"below", "inside"}
 
 
 def test_an_evil_name_runs_nothing(opened, browser, tmp_path):
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
     replace(report(), name=evil, notes=(evil,)).save(tmp_path / "evil.html")
     page = browser.new_page()
-    said: list[object] = []
-    page.on("dialog", lambda dialog: (said.append(dialog), dialog.dismiss()))
+    messages: list[object] = []
+    page.on("dialog", lambda dialog: (messages.append(dialog), dialog.dismiss()))
     page.goto((tmp_path / "evil.html").as_uri())
     assert page.locator("h1").inner_text() == evil
-    assert said == []
+    assert messages == []
 
 
 def test_a_click_sorts_by_numbers_and_another_turns_them_round(opened):
@@ -161,9 +163,9 @@ def test_the_filter_leaves_the_rows_that_hold_all_its_words(opened):
     opened.locator("#layouts-table input").fill("third KERNEL")
     left = texts(opened, FIRST)
     assert left
-    assert all("third" in each and "kernel" in each for each in left)
-    told = opened.locator("#layouts-table output").inner_text()
-    assert told.startswith(f"{len(left)} of ")
+    assert all("third" in label and "kernel" in label for label in left)
+    status = opened.locator("#layouts-table output").inner_text()
+    assert status.startswith(f"{len(left)} of ")
     opened.locator("#layouts-table input").fill("no such thing")
     assert texts(opened, FIRST) == []
     opened.locator("#layouts-table input").fill("")
@@ -288,7 +290,7 @@ def _clipped(page: Any, width: int) -> list[str]:
 
 def _contrast(page: Any, selector: str) -> float:
     """Of a text with what is behind it, as WCAG 2 defines it."""
-    seen = page.locator(selector).first.evaluate(
+    actual = page.locator(selector).first.evaluate(
         """each => {
             const ink = getComputedStyle(each).color;
             let at = each;
@@ -298,7 +300,7 @@ def _contrast(page: Any, selector: str) -> float:
             return [ink, paper].map(colour => colour.match(/[\\d.]+/g).slice(0, 3).map(Number));
         }"""
     )
-    light, dark = sorted((_luminance(each) for each in seen), reverse=True)
+    light, dark = sorted((_luminance(colour) for colour in actual), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
 

@@ -20,10 +20,10 @@ from meshwright.planning.search.plan import Option, Plan, Reason
 
 
 def option(time_s, peak_bytes, axes=(("batch", 8),), rules=(("batch", ("batch",)),), **more):
-    told = {"zero": 0, "accumulate": 1, "remat": "none", **more}
+    choices = {"zero": 0, "accumulate": 1, "remat": "none", **more}
     compute_s, talk_s = time_s and 0.75 * time_s, time_s and 0.25 * time_s
     times = {"time_s": time_s, "compute_s": compute_s, "communication_s": talk_s}
-    return Option(axes, rules, peak_bytes=peak_bytes, **times, **told)
+    return Option(axes, rules, peak_bytes=peak_bytes, **times, **choices)
 
 
 def a_plan(**more) -> Plan:
@@ -66,11 +66,11 @@ def test_a_plan_shows_what_was_chosen_beside_what_was_not():
 
 def test_a_plan_has_the_name_of_its_model_and_says_how_sure_its_time_is():
     why = Reason("a.dim0 over model", ()), Reason("b.dim1 over model", ("saves 1 GiB",))
-    shown = text(ElementTree.fromstring(a_plan(why=why).to_html()))
-    assert "net" in shown
-    assert "by the planner's model; dry runs in the benchmarks: 6.8 ms to 18.2 ms" in shown
-    assert "a.dim0" not in shown  # it changes next to nothing
-    assert "b.dim1 over model: saves 1 GiB" in shown
+    visible = text(ElementTree.fromstring(a_plan(why=why).to_html()))
+    assert "net" in visible
+    assert "by the planner's model; dry runs in the benchmarks: 6.8 ms to 18.2 ms" in visible
+    assert "a.dim0" not in visible  # it changes next to nothing
+    assert "b.dim1 over model: saves 1 GiB" in visible
     assert "h100:8" in text(ElementTree.fromstring(a_plan(name="").to_html()))
 
 
@@ -89,18 +89,18 @@ def test_the_ranges_of_times_are_those_of_the_benchmarks():
     models = json.loads((results / "plans.json").read_text()).values()
     hands = [hand for model in models for hand in model["hand"].values()]
     ratios = [
-        each["step_time_s"] / each["model_time_s"]
-        for each in hands
-        if each.get("step_time_s") and each.get("model_time_s")
+        hand["step_time_s"] / hand["model_time_s"]
+        for hand in hands
+        if hand.get("step_time_s") and hand.get("model_time_s")
     ]
     low, high = figures.OF_THE_MODEL
     assert sum(low <= ratio <= high for ratio in ratios) >= 0.9 * len(ratios) > 20
     layouts = [
-        each
+        layout
         for run in json.loads((results / "ranking.json").read_text())
-        for each in run["layouts"]
+        for layout in run["layouts"]
     ]
-    ratios = [statistics.mean(each["passes_s"]) / each["estimated_s"] for each in layouts]
+    ratios = [statistics.mean(layout["passes_s"]) / layout["estimated_s"] for layout in layouts]
     low, high = figures.OF_DRY_RUNS
     assert sum(low <= round(ratio, 2) <= high for ratio in ratios) >= 0.9 * len(ratios) > 20
 
@@ -132,12 +132,12 @@ def test_dry_runs_are_set_beside_dry_runs_alone():
 )
 def test_every_number_of_a_plan_is_in_its_page(plan):
     tree = ElementTree.fromstring(plan.to_html())
-    ids = [each.get("id") for each in tree.iter() if each.get("id")]
+    ids = [element.get("id") for element in tree.iter() if element.get("id")]
     assert len(ids) == len(set(ids))
-    shown = text(tree)
-    told = re.findall(r"\d[\d,.]* (?:[KMGT]?i?B|[mµ]?s)\b", str(plan))
-    assert told
-    assert [each for each in told if each not in shown] == []
+    visible = text(tree)
+    numbers = re.findall(r"\d[\d,.]* (?:[KMGT]?i?B|[mµ]?s)\b", str(plan))
+    assert numbers
+    assert [number for number in numbers if number not in visible] == []
 
 
 def test_a_report_shows_the_alternatives_of_its_plan(tmp_path):
@@ -159,11 +159,11 @@ def test_what_a_plan_has_from_the_user_is_escaped():
 
 def test_the_command_that_chooses_writes_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(planning_commands, "choose", lambda *_, **__: a_plan())
-    asked = ["plan", "json:build", "--target", "h100:8", "--html", str(tmp_path / "plan.html")]
-    done = CliRunner().invoke(main, asked)
-    assert done.exit_code == 0, done.output
+    command = ["plan", "json:build", "--target", "h100:8", "--html", str(tmp_path / "plan.html")]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == a_plan().to_html()
-    asked[-1] = str(tmp_path / "plan.html" / "plan.html")
-    refused = CliRunner().invoke(main, asked)
+    command[-1] = str(tmp_path / "plan.html" / "plan.html")
+    refused = CliRunner().invoke(main, command)
     assert refused.exit_code == 2
     assert "Invalid value for '--html': cannot write the page to" in refused.output

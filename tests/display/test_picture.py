@@ -45,8 +45,8 @@ def test_every_device_holds_the_piece_that_jax_puts_there(layout, data):
 def test_every_device_holds_one_piece_and_every_piece_equally_many_copies(layout):
     dims = tuple(layout.num_shards(dim) for dim in range(layout.rank))
     tiling = Tiling.of(Drawn("x", dims, layout))
-    held = sorted(p for piece in range(tiling.pieces) for p in tiling.holders(piece))
-    assert held == list(range(tiling.mesh.size))
+    holders = sorted(p for piece in range(tiling.pieces) for p in tiling.holders(piece))
+    assert holders == list(range(tiling.mesh.size))
     assert {len(tiling.holders(piece)) for piece in range(tiling.pieces)} == {tiling.copies}
     firsts = [p for p in range(tiling.mesh.size) if tiling.is_first_copy(p)]
     assert len(firsts) == tiling.pieces
@@ -105,11 +105,11 @@ def test_no_text_overlaps_another_or_leaves_the_paper(sheet):
     width, height = float(root.get("width")), float(root.get("height"))
     words = words_of(root)
     assert words
-    for each in words:
-        assert each.left >= 0, each
-        assert each.top >= 0, each
-        assert each.right <= width, each
-        assert each.bottom <= height, each
+    for word in words:
+        assert word.left >= 0, word
+        assert word.top >= 0, word
+        assert word.right <= width, word
+        assert word.bottom <= height, word
     clashes = [(a.text, b.text) for a, b in itertools.combinations(words, 2) if a.overlaps(b)]
     assert clashes == []
 
@@ -185,7 +185,7 @@ def test_the_numbers_are_those_of_the_devices():
 
 def test_mesh_axes_sizes_and_bytes_are_written():
     kernel = drawn("kernel", (784, 128), [None, "model"], Mesh(GRID), itemsize=4)
-    texts = {each.text for each in words_of(parsed(draw_svg(kernel, title="One kernel")))}
+    texts = {word.text for word in words_of(parsed(draw_svg(kernel, title="One kernel")))}
     assert {"One kernel", "batch = 4", "model = 2", "8 devices"} <= texts
     assert {"784", "128 = 2 × 64", "[unsharded, model]", "2 pieces × 4 copies"} <= texts
     assert {"784 × 128 · 392 KiB", "196 KiB per device"} <= texts
@@ -194,7 +194,7 @@ def test_mesh_axes_sizes_and_bytes_are_written():
 
 def test_a_large_mesh_is_summarised():
     svg = draw_svg(SHEETS["large"])
-    texts = [each.text for each in words_of(parsed(svg))]
+    texts = [word.text for word in words_of(parsed(svg))]
     assert len(texts) < 120
     assert "0–511, row by row" in texts
     assert "64 pieces × 8 copies" in texts
@@ -209,17 +209,17 @@ def test_thousands_of_devices_are_drawn_with_several_in_a_cell():
 
 def test_names_are_escaped():
     svg = draw_svg(drawn("<a & b>", (2,), [None], Mesh({"x": 2})), title='"<&>"')
-    assert "<a & b>" in {each.text for each in words_of(parsed(svg))}
+    assert "<a & b>" in {word.text for word in words_of(parsed(svg))}
 
 
 def test_a_long_path_stands_in_two_lines_and_names_its_block():
-    texts = [each.text for each in words_of(parsed(draw_svg(SHEETS["large"])))]
+    texts = [word.text for word in words_of(parsed(draw_svg(SHEETS["large"])))]
     at = texts.index("query/kernel")
     assert texts[at - 1] == "blocks/0/attention/"
     mesh = Mesh({"data": 32, "model": 16})
     names = [f"transformer/block_{i}/attention/query/kernel" for i in range(3)]
     sheet = [drawn(name, (64, 64), [None, "model"], mesh) for name in names]
-    texts = [each.text for each in words_of(parsed(draw_svg(sheet)))]
+    texts = [word.text for word in words_of(parsed(draw_svg(sheet)))]
     assert all(f"…/block_{i}/attention/" in texts for i in range(3))
 
 

@@ -34,7 +34,7 @@ def oklab(colour, vision):
     """Where a colour lies in Oklab (Ottosson 2020), seen with this colour vision."""
     srgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    seen = np.clip(np.array(vision) @ linear, 0, 1)
+    actual = np.clip(np.array(vision) @ linear, 0, 1)
     to_cones = [
         [0.4122214708, 0.5363325363, 0.0514459929],
         [0.2119034982, 0.6806995451, 0.1073969566],
@@ -45,7 +45,7 @@ def oklab(colour, vision):
         [1.9779984951, -2.4285922050, 0.4505937099],
         [0.0259040371, 0.7827717662, -0.8086757660],
     ]
-    return np.array(to_lab) @ np.cbrt(np.array(to_cones) @ seen)
+    return np.array(to_lab) @ np.cbrt(np.array(to_cones) @ actual)
 
 
 @pytest.mark.parametrize("vision", COLOUR_VISION.values(), ids=COLOUR_VISION)

@@ -18,10 +18,10 @@ from meshwright.targets.hardware import Hardware, Link
 
 
 @pytest.mark.full_for("loop")
-@pytest.mark.parametrize("found", [report, looped], ids=["report", "loop"])
-def test_the_time_line_is_as_long_as_the_estimate_and_as_busy(found):
-    moments = moments_of(found())
-    estimate = found().estimate
+@pytest.mark.parametrize("result", [report, looped], ids=["report", "loop"])
+def test_the_time_line_is_as_long_as_the_estimate_and_as_busy(result):
+    moments = moments_of(result())
+    estimate = result().estimate
     assert moments.length_s == pytest.approx(estimate.step_time_s)
 
     def busy(lane):
@@ -47,10 +47,10 @@ def test_a_collective_that_is_begun_early_runs_beside_other_work():
         Loop("loop", 3, (product("inner"),)),
     )
     clock = Clock(GUESS, "cpu", (AxisLink("batch", 2, Link("shared", "shared", 1e9)),))
-    found = record(program, clock)
-    assert found.length_s == pytest.approx(run(program, clock).length) == pytest.approx(4.0)
-    assert found.spans[0] == Span(("batch",), 0.0, 0.5, "gathered", "forward")
-    assert [(each.layer, each.begin_s, each.end_s) for each in found.spans[1:]] == [
+    moments = record(program, clock)
+    assert moments.length_s == pytest.approx(run(program, clock).length) == pytest.approx(4.0)
+    assert moments.spans[0] == Span(("batch",), 0.0, 0.5, "gathered", "forward")
+    assert [(span.layer, span.begin_s, span.end_s) for span in moments.spans[1:]] == [
         ("first", 0.0, 1.0),
         ("inner", 1.0, 2.0),
         ("inner", 2.0, 3.0),
@@ -60,21 +60,21 @@ def test_a_collective_that_is_begun_early_runs_beside_other_work():
 
 def test_a_long_loop_is_drawn_once_and_stays_as_long():
     clock = Clock(GUESS, "cpu", ())
-    found = record((Loop("loop", 100_000, (product("inner"),)),), clock)
-    assert found.spans == (Span(COMPUTE, 0.0, 100_000.0, "inner", "forward"),)
+    moments = record((Loop("loop", 100_000, (product("inner"),)),), clock)
+    assert moments.spans == (Span(COMPUTE, 0.0, 100_000.0, "inner", "forward"),)
 
 
 def test_the_columns_of_a_lane_hold_all_of_its_time():
     spans = [Span(COMPUTE, 0.1, 0.35, "a", "forward"), Span(COMPUTE, 0.35, 0.9, "b", "backward")]
     slots = slots_of(spans, 1.0)
-    held = [sum(slot.shares.get(p, 0.0) for slot in slots) for p in ("forward", "backward")]
-    assert held == pytest.approx([0.25 * SLOTS, 0.55 * SLOTS])
+    widths = [sum(slot.shares.get(p, 0.0) for slot in slots) for p in ("forward", "backward")]
+    assert widths == pytest.approx([0.25 * SLOTS, 0.55 * SLOTS])
     assert all(sum(slot.shares.values()) <= 1 + 1e-9 for slot in slots)
 
 
 def test_without_the_numbers_of_the_hardware_the_missing_ones_are_named():
-    found = replace(report(), hardware=Hardware("bare"))
+    result = replace(report(), hardware=Hardware("bare"))
     unknown = replace(report().estimate, step_time_s=None, missing=("links.shared.bytes_per_s",))
-    shown = text(page(replace(found, estimate=unknown)))
-    assert "No time line" in shown
-    assert "links.shared.bytes_per_s" in shown
+    visible = text(page(replace(result, estimate=unknown)))
+    assert "No time line" in visible
+    assert "links.shared.bytes_per_s" in visible

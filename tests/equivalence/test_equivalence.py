@@ -59,10 +59,10 @@ def test_a_keras_model_is_the_same_under_every_mesh() -> None:
     def build() -> Any:
         return dense(keras.layers.Dropout(0.2)), (X, Y)
 
-    found = assert_equivalent(build, MESHES, SPLIT, steps=3)
-    assert [each.mesh.axes_text for each in found.meshes] == ["batch=8", "batch=4, model=2"]
-    assert len(found.losses) == 3
-    kernel = found.meshes[1]["hidden/kernel"]
+    result = assert_equivalent(build, MESHES, SPLIT, steps=3)
+    assert [mesh.mesh.axes_text for mesh in result.meshes] == ["batch=8", "batch=4, model=2"]
+    assert len(result.losses) == 3
+    kernel = result.meshes[1]["hidden/kernel"]
     assert kernel.gradient is not None
     assert 0 < kernel.gradient.relative < 1e-5
     assert kernel.first is None
@@ -71,15 +71,15 @@ def test_a_keras_model_is_the_same_under_every_mesh() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 3, "accumulate": 4}], ids=str)
 def test_a_program_is_the_same_under_every_mesh(options: dict[str, Any]) -> None:
-    found = assert_equivalent(linear, MESHES, {"w": [None, "model"]}, **options)
-    assert {v.role for v in found.meshes[0].variables} == {"parameter", "slot"}
-    assert {v.path for v in found.meshes[0].variables if v.gradient} == {"w", "v"}
+    result = assert_equivalent(linear, MESHES, {"w": [None, "model"]}, **options)
+    assert {v.role for v in result.meshes[0].variables} == {"parameter", "slot"}
+    assert {v.path for v in result.meshes[0].variables if v.gradient} == {"w", "v"}
 
 
 def test_float64_leaves_only_rounding_and_ends_with_the_check() -> None:
-    found = assert_equivalent(linear, "batch=8", double=True)
-    assert (found.tolerance.dtype, found.tolerance.rtol) == ("float64", 1e-12)
-    gap = found.meshes[0]["w"].gradient
+    result = assert_equivalent(linear, "batch=8", double=True)
+    assert (result.tolerance.dtype, result.tolerance.rtol) == ("float64", 1e-12)
+    gap = result.meshes[0]["w"].gradient
     assert gap is not None
     assert gap.relative < 1e-14
     assert jnp.ones([]).dtype == jnp.float32
@@ -91,9 +91,9 @@ def test_float64_reaches_into_keras_layers() -> None:
     def build() -> Any:
         return dense(keras.layers.BatchNormalization(), keras.layers.Activation("tanh")), (X, Y)
 
-    found = assert_equivalent(build, MESHES, SPLIT, double=True)
-    assert found.tolerance.dtype == "float64"
-    assert max(each.loss.relative for each in found.meshes) < 1e-14
+    result = assert_equivalent(build, MESHES, SPLIT, double=True)
+    assert result.tolerance.dtype == "float64"
+    assert max(mesh.loss.relative for mesh in result.meshes) < 1e-14
 
 
 @pytest.mark.full
@@ -103,11 +103,11 @@ def test_a_bias_whose_exact_gradient_is_zero_does_not_raise_alarm() -> None:
     def build() -> Any:
         return dense(keras.layers.BatchNormalization(), activation=None), (X, Y)
 
-    found = assert_equivalent(build, MESHES, SPLIT)
-    bias = found.meshes[0]["hidden/bias"]
+    result = assert_equivalent(build, MESHES, SPLIT)
+    bias = result.meshes[0]["hidden/bias"]
     assert bias.is_noise
     assert bias.value.relative > 0.01
-    assert "by rounding alone, on one device too: hidden/bias" in str(found)
+    assert "by rounding alone, on one device too: hidden/bias" in str(result)
 
 
 @pytest.mark.full
@@ -117,8 +117,8 @@ def test_bfloat16_is_judged_by_its_own_spacing() -> None:
         hidden = jnp.tanh(half[0] @ half[1]["w"]) @ half[1]["v"]
         return jnp.mean((hidden - batch["y"]).astype(jnp.float32) ** 2)
 
-    found = assert_equivalent(lambda: linear(loss), "batch=8")
-    assert (found.tolerance.dtype, found.tolerance.rtol) == ("bfloat16", 4 * 2**-7)
+    result = assert_equivalent(lambda: linear(loss), "batch=8")
+    assert (result.tolerance.dtype, result.tolerance.rtol) == ("bfloat16", 4 * 2**-7)
 
 
 @pytest.mark.full
@@ -316,8 +316,8 @@ def test_axes_that_no_mesh_has_are_all_told() -> None:
 
 @pytest.mark.full
 def test_an_axis_that_one_mesh_lacks_is_noted() -> None:
-    found = assert_equivalent(linear, MESHES, {"w": [None, "model"]}, steps=1)
-    notes = [each.notes for each in found.meshes]
+    result = assert_equivalent(linear, MESHES, {"w": [None, "model"]}, steps=1)
+    notes = [mesh.notes for mesh in result.meshes]
     assert notes == [
         ("the mesh has no axis 'model'; dims laid out on it are not split here",),
         (),
@@ -325,8 +325,8 @@ def test_an_axis_that_one_mesh_lacks_is_noted() -> None:
 
 
 def test_an_axis_that_splits_nothing_is_noted() -> None:
-    found = assert_equivalent(linear, "batch=4, model=2", steps=1)
-    assert "lies along axis 'model' (size 2)" in found.meshes[0].notes[0]
+    result = assert_equivalent(linear, "batch=4, model=2", steps=1)
+    assert "lies along axis 'model' (size 2)" in result.meshes[0].notes[0]
 
 
 def test_an_unknown_option_is_told_with_those_that_there_are() -> None:

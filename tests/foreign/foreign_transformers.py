@@ -110,7 +110,7 @@ class Attention(layers.Layer):
         query, key, value = self.query(x), self.key(memory), self.value(memory)
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
-        key, value = (ops.repeat(each, c.heads // c.kv_heads, axis=2) for each in (key, value))
+        key, value = (ops.repeat(heads, c.heads // c.kv_heads, axis=2) for heads in (key, value))
         scores = ops.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(c.head_dim)
         scores = scores if bias is None else scores + bias
         scores = ops.where(self._sees(query.shape[1], key.shape[1]), scores, -1e9)
@@ -228,8 +228,10 @@ def seq2seq(c: Config) -> keras.Model:
     target = keras.Input([c.length], dtype="int32", name="target")
     embed = TiedEmbedding(c.vocabulary, c.width, name="embed")
     memory, x = embed(source), embed(target)
-    seen, made = (RelativeBias(c.heads, name=f"{part}_bias") for part in ("source", "target"))
-    of_source, of_target = seen(memory, memory), made(x, x)
+    seen, target_bias = (
+        RelativeBias(c.heads, name=f"{part}_bias") for part in ("source", "target")
+    )
+    of_source, of_target = seen(memory, memory), target_bias(x, x)
     for number in range(c.blocks):
         memory = Block(c, causal=False, name=f"encoder_{number}")(memory, bias=of_source)
     for number in range(c.blocks):

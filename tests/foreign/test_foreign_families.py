@@ -49,14 +49,14 @@ def test_a_step_is_that_of_one_device(name: str) -> None:
         x, y = families.batch_of(model, families.ROWS)
         strategy = strategy_for(model, mw.create_mesh({"batch": 4, "model": 2}), family.splits)
         how = {"batch_size": families.ROWS, "shuffle": False, "verbose": 0}
-        wanted = alone.fit(x, y, **how).history["loss"]
-        found = strategy.fit(model, x, y, **how).history["loss"]
-        assert found == pytest.approx(wanted, rel=1e-9)
+        expected = alone.fit(x, y, **how).history["loss"]
+        actual = strategy.fit(model, x, y, **how).history["loss"]
+        assert actual == pytest.approx(expected, rel=1e-9)
         for variable, value in zip(alone.variables, model.variables, strict=True):
             np.testing.assert_allclose(
                 np.asarray(value.value), np.asarray(variable.value), atol=1e-8, err_msg=value.path
             )
-        split = [each for each in strategy.explain(model).placed if each.layout.axes]
+        split = [variable for variable in strategy.explain(model).placed if variable.layout.axes]
         assert split
 
 

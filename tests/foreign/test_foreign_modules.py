@@ -92,14 +92,14 @@ def program_of(case: Case, width: int) -> mw.Program:
 def test_a_step_is_that_of_one_device(name: str) -> None:
     draw = np.random.default_rng(2)
     batch = {key: draw.normal(size=[8, 4, 16]).astype("float32") for key in "xy"}
-    found = []
+    results = []
     for axes, count in (({"batch": 1, "model": 1}, 1), ({"batch": 4, "model": 2}, 8)):
         mesh = mw.create_mesh(axes, devices=jax.devices()[:count])
         placement = mw.Placement.of(mesh, CASES[name].rules, unmatched="replicate")
         trainer = mw.Trainer(program_of(CASES[name], 16), placement)
         state, logs = trainer.train(trainer.init(), [batch, batch])
-        found.append((float(logs["loss"]), jax.tree.map(np.asarray, state.params)))
-    (loss, alone), (other, split) = found
+        results.append((float(logs["loss"]), jax.tree.map(np.asarray, state.params)))
+    (loss, alone), (other, split) = results
     assert other == pytest.approx(loss, rel=1e-5)
     for path, value in alone.items():
         np.testing.assert_allclose(split[path], value, atol=1e-5, err_msg=path)

@@ -118,11 +118,11 @@ FOREIGN = {
     *("TFSMLayer", "TorchModuleWrapper"),
 }
 
-WRITABLE = [each for each in CASES if each.layer != "JaxLayer"]  # Keras cannot write its functions
+WRITABLE = [one for one in CASES if one.layer != "JaxLayer"]  # Keras cannot write its functions
 
 
 def over(cases: list[Case]) -> Any:
-    return pytest.mark.parametrize("each", cases, ids=[each.layer for each in cases])
+    return pytest.mark.parametrize("case", cases, ids=[case.layer for case in cases])
 
 
 def fresh(value: Any) -> Any:
@@ -134,12 +134,12 @@ def fresh(value: Any) -> Any:
     return value.from_config(value.get_config()) if isinstance(value, keras.Layer) else value
 
 
-def built(each: Case, module: Any = layers, **layouts: Any) -> Any:
-    cls = getattr(module, each.layer)
+def built(case: Case, module: Any = layers, **layouts: Any) -> Any:
+    cls = getattr(module, case.layer)
     named = inspect.signature(cls.__init__).parameters
     zeros = {p: "zeros" for p in named if p.endswith("_initializer")}
-    layer = cls(**fresh(each.arguments), **zeros, **layouts)
-    layer.build(*each.shapes)
+    layer = cls(**fresh(case.arguments), **zeros, **layouts)
+    layer.build(*case.shapes)
     return layer
 
 
@@ -149,10 +149,10 @@ def some_layout(weight: Any) -> list[str]:
 
 def asked(layer: Any) -> dict[str, str]:
     """``name -> layout`` for all weights of a layer that some layout was asked for."""
-    found = layers.weights_by_name(layer)
-    return {n: str(layers.weight_layout(w)) for n, w in found.items() if layers.weight_layout(w)}
+    weights = layers.weights_by_name(layer)
+    return {n: str(layers.weight_layout(w)) for n, w in weights.items() if layers.weight_layout(w)}
 
 
 def layer_classes() -> dict[str, type[keras.Layer]]:
-    found = {n: getattr(keras.layers, n) for n in dir(keras.layers)}
-    return {n: c for n, c in found.items() if inspect.isclass(c) and issubclass(c, keras.Layer)}
+    results = {n: getattr(keras.layers, n) for n in dir(keras.layers)}
+    return {n: c for n, c in results.items() if inspect.isclass(c) and issubclass(c, keras.Layer)}

@@ -18,5 +18,5 @@ def test_bits_along_one_dim_are_the_same_bits() -> None:
     eqns = equations(jax.make_jaxpr(flat)())
     shapes = [e.params["shape"] for e in eqns if e.primitive.name == "random_bits"]
     assert shapes == [(24,), (4, 3)]
-    for found, expected in zip(jax.jit(flat)(), draw(), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for actual, expected in zip(jax.jit(flat)(), draw(), strict=True):
+        np.testing.assert_array_equal(actual, expected)

@@ -50,8 +50,8 @@ def test_an_equinox_module_trains_as_optax_trains_it_alone():
     weight = state.params["layers/1/weight"]
     np.testing.assert_allclose(weight, model.layers[1].weight, rtol=1e-3, atol=1e-5)
     assert str(weight.sharding.spec) == "P(None, 'model')"
-    found = trainer.forward(state, rows[0])
-    np.testing.assert_allclose(found, jax.vmap(model)(rows[0]), rtol=1e-3, atol=1e-5)
+    result = trainer.forward(state, rows[0])
+    np.testing.assert_allclose(result, jax.vmap(model)(rows[0]), rtol=1e-3, atol=1e-5)
 
 
 def test_a_module_of_shapes_is_planned_with():
@@ -99,9 +99,11 @@ def test_the_forward_pass_is_right_for_split_images_as_they_lie():
     split = ["batch", "rows", None, None]
     placement = mw.Placement.of(mesh, {"kernel": [None, None, None, "model"]}, inputs=split)
     trainer = mw.Trainer(program, placement)
-    found = trainer.forward(trainer.init(), jax.device_put(images, mw.Layout(split, mesh).sharding))
+    result = trainer.forward(
+        trainer.init(), jax.device_put(images, mw.Layout(split, mesh).sharding)
+    )
     # XLA alone is wrong by a tenth of the largest output.
-    np.testing.assert_allclose(found, forward({"kernel": kernel}, images), atol=1e-4)
+    np.testing.assert_allclose(result, forward({"kernel": kernel}, images), atol=1e-4)
 
 
 def on_one_device(program, batch):

@@ -40,13 +40,13 @@ KERNEL = {"kernel_layout": [U, "model"]}
 
 
 @over(WRITABLE)
-def test_layouts_survive_config(each: Case) -> None:
-    found = layers.weights_by_name(built(each, keras.layers))
-    layer = built(each, **{f"{n}_layout": some_layout(w) for n, w in found.items()})
-    assert len(asked(layer)) == len(found)
+def test_layouts_survive_config(case: Case) -> None:
+    weights = layers.weights_by_name(built(case, keras.layers))
+    layer = built(case, **{f"{n}_layout": some_layout(w) for n, w in weights.items()})
+    assert len(asked(layer)) == len(weights)
     config = json.loads(json.dumps(layer.get_config()))
     again = type(layer).from_config(config)
-    again.build(*each.shapes)
+    again.build(*case.shapes)
     assert type(again) is type(layer)
     assert asked(again) == asked(layer)
 
@@ -98,9 +98,9 @@ def test_other_wrappers_keep_the_layouts_also_through_config() -> None:
     ]
     for wrapper, shape in wrappers:
         again = type(wrapper).from_config(wrapper.get_config())
-        for each in (wrapper, again):
-            each.build(shape)
-            assert asked(each) == {"kernel": "[unsharded, model]"}
+        for layer in (wrapper, again):
+            layer.build(shape)
+            assert asked(layer) == {"kernel": "[unsharded, model]"}
 
 
 def test_a_bound_layout_comes_back_bound() -> None:
@@ -146,15 +146,15 @@ def all_asked(model: keras.Model) -> list[tuple[str, str]]:
 
 
 def in_plain_keras(script: str, *arguments: Any) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, "KERAS_BACKEND": "jax"},
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.mark.full
@@ -166,10 +166,10 @@ def test_a_saved_model_loads_in_plain_keras_and_computes_the_same(
     np.save(tmp_path / "y.npy", model.predict(x, verbose=0))
     model.save(tmp_path / "model.keras")
     with_layouts = []
-    for each in WRITABLE:
-        found = layers.weights_by_name(built(each, keras.layers))
-        asks = {f"{name}_layout": some_layout(weight) for name, weight in found.items()}
-        with_layouts.append(keras.saving.serialize_keras_object(built(each, **asks)))
+    for case in WRITABLE:
+        weights = layers.weights_by_name(built(case, keras.layers))
+        asks = {f"{name}_layout": some_layout(weight) for name, weight in weights.items()}
+        with_layouts.append(keras.saving.serialize_keras_object(built(case, **asks)))
     (tmp_path / "layers.json").write_text(json.dumps(with_layouts))
     in_plain_keras(
         """
@@ -253,13 +253,19 @@ def test_under_a_strategy_the_arrays_lie_so_also_in_a_loaded_model(tmp_path: Pat
     net.save(tmp_path / "net.keras")
     with strategy.scope():
         again = keras.saving.load_model(tmp_path / "net.keras")
-    for each in (net, again):
-        held = {n: w.value.addressable_shards[0].data.shape for n, w in names_in(each).items()}
-        assert held["0_forward_recurrent_kernel"] == held["0_backward_recurrent_kernel"] == (2, 4)
-        assert held["0_forward_kernel"] == (4, 8)
-        assert held["1_kernel"] == (2, 4)
+    for loaded in (net, again):
+        shapes = {n: w.value.addressable_shards[0].data.shape for n, w in names_in(loaded).items()}
+        assert (
+            shapes["0_forward_recurrent_kernel"] == shapes["0_backward_recurrent_kernel"] == (2, 4)
+        )
+        assert shapes["0_forward_kernel"] == (4, 8)
+        assert shapes["1_kernel"] == (2, 4)
 
 
 def names_in(model: keras.Sequential) -> dict[str, Any]:
-    found = [layers.weights_by_name(layer) for layer in model.layers]
-    return {f"{i}_{name}": weight for i, each in enumerate(found) for name, weight in each.items()}
+    results = [layers.weights_by_name(layer) for layer in model.layers]
+    return {
+        f"{i}_{name}": weight
+        for i, weights in enumerate(results)
+        for name, weight in weights.items()
+    }

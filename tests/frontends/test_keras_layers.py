@@ -40,35 +40,35 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 @pytest.mark.full_for("STFTSpectrogram")
 @over(CASES)
-def test_every_weight_has_a_name_of_its_own(each: Case) -> None:
-    layer = built(each, keras.layers)
-    found = layers.weights_by_name(layer)
+def test_every_weight_has_a_name_of_its_own(case: Case) -> None:
+    layer = built(case, keras.layers)
+    weights = layers.weights_by_name(layer)
     assert layer.weights
-    assert {id(w) for w in found.values()} == {id(w) for w in layer.weights}
-    assert len(found) == len(layer.weights)
+    assert {id(w) for w in weights.values()} == {id(w) for w in layer.weights}
+    assert len(weights) == len(layer.weights)
 
 
 @pytest.mark.full_for("STFTSpectrogram")
 @over(CASES)
-def test_a_layout_reaches_exactly_the_weight_it_names(each: Case) -> None:
-    for name, weight in layers.weights_by_name(built(each, keras.layers)).items():
-        layer = built(each, **{f"{name}_layout": some_layout(weight)})
+def test_a_layout_reaches_exactly_the_weight_it_names(case: Case) -> None:
+    for name, weight in layers.weights_by_name(built(case, keras.layers)).items():
+        layer = built(case, **{f"{name}_layout": some_layout(weight)})
         assert asked(layer) == {name: str(mw.Layout(some_layout(weight)))}
 
 
 @pytest.mark.full_for("STFTSpectrogram")
-@pytest.mark.parametrize("layer", sorted({each.layer for each in CASES}))
+@pytest.mark.parametrize("layer", sorted({case.layer for case in CASES}))
 def test_the_signature_names_the_weights_that_the_layer_can_have_and_no_others(layer: str) -> None:
     cls = getattr(layers, layer)
     parameters = inspect.signature(cls).parameters
-    shown = {n.removesuffix("_layout") for n in parameters if n.endswith("_layout")}
-    if not shown:
+    visible = {n.removesuffix("_layout") for n in parameters if n.endswith("_layout")}
+    if not visible:
         assert "<weight>_layout" in cls.__doc__
         return
     cases = [e for e in CASES if e.layer == layer and "int8" not in str(e.arguments.get("dtype"))]
     real = {name for e in cases for name in layers.weights_by_name(built(e, keras.layers))}
-    assert shown == real
-    assert all(f"{name}_layout" in cls.__doc__ for name in shown)
+    assert visible == real
+    assert all(f"{name}_layout" in cls.__doc__ for name in visible)
 
 
 def names_used(function: Any) -> set[str]:
@@ -99,7 +99,7 @@ def makes_weights(cls: type) -> bool:
 
 def test_no_layer_of_keras_that_makes_weights_is_missing() -> None:
     plain = {c for n, c in layer_classes().items() if getattr(layers, n) is c}
-    tried = {getattr(keras.layers, each.layer) for each in CASES}
+    tried = {getattr(keras.layers, case.layer) for case in CASES}
     generated = set(layer_classes().values()) - plain
     foreign = {getattr(keras.layers, name) for name in FOREIGN}
     assert makes_weights(keras.layers.MultiHeadAttention)  # the check can fail
@@ -123,7 +123,7 @@ def test_keras_names_for_one_class_give_one_class_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("each", "alias", "weight"),
+    ("case", "alias", "weight"),
     [
         (case("SeparableConv2D", IMAGE, **CONVOLUTION), "depthwise", "depthwise_kernel"),
         (case("SeparableConv2D", IMAGE, **CONVOLUTION), "pointwise", "pointwise_kernel"),
@@ -142,9 +142,9 @@ def test_keras_names_for_one_class_give_one_class_here() -> None:
         ),
     ],
 )
-def test_the_short_names_of_dtensor_mean_one_weight(each: Case, alias: str, weight: str) -> None:
-    rank = len(layers.weights_by_name(built(each, keras.layers))[weight].shape)
-    layer = built(each, **{f"{alias}_layout": [U] * rank})
+def test_the_short_names_of_dtensor_mean_one_weight(case: Case, alias: str, weight: str) -> None:
+    rank = len(layers.weights_by_name(built(case, keras.layers))[weight].shape)
+    layer = built(case, **{f"{alias}_layout": [U] * rank})
     assert list(asked(layer)) == [weight]
 
 
@@ -186,9 +186,9 @@ def test_a_layer_is_an_instance_of_keras_class_under_its_name() -> None:
 
 
 @over(WRITABLE)
-def test_without_layouts_a_layer_configures_itself_as_keras_own(each: Case) -> None:
+def test_without_layouts_a_layer_configures_itself_as_keras_own(case: Case) -> None:
     ours, theirs = (
-        getattr(module, each.layer)(**fresh(each.arguments), name="same")
+        getattr(module, case.layer)(**fresh(case.arguments), name="same")
         for module in (layers, keras.layers)
     )
     signature = inspect.signature(type(theirs).__init__).parameters

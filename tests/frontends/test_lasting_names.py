@@ -51,8 +51,8 @@ STRATEGY = mw.DataParallel(mw.create_mesh({"batch": 8}))
 
 def names(model: keras.Model) -> list[list[str]]:
     STRATEGY.fit(model, X, Y, verbose=0)
-    found = LastingNames.of(model, STRATEGY.prepare(model))
-    return [list(part.values()) for part in found.of_parts]
+    result = LastingNames.of(model, STRATEGY.prepare(model))
+    return [list(part.values()) for part in result.of_parts]
 
 
 @pytest.mark.full

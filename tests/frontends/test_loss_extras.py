@@ -28,20 +28,20 @@ MESHES: dict[str, tuple[dict[str, int], int]] = {
 
 
 def by_row(params: Any, batch: Any, keys: Any, step: Any) -> Any:
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, [WIDTH]))(keys)
+    mask = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, [WIDTH]))(keys)
     rate = 1.0 + step.astype("float32")
-    return jnp.mean(((batch @ params["w"]) * kept * rate - 1) ** 2)
+    return jnp.mean(((batch @ params["w"]) * mask * rate - 1) ** 2)
 
 
 def by_batch(params: Any, batch: Any, key: Any) -> Any:
-    kept = jax.random.bernoulli(key, 0.5, batch.shape)
-    return jnp.mean(((batch @ params["w"]) * kept - 1) ** 2)
+    mask = jax.random.bernoulli(key, 0.5, batch.shape)
+    return jnp.mean(((batch @ params["w"]) * mask - 1) ** 2)
 
 
 def named_by_row(params: Any, batch: Any, keys: Any, step: Any) -> Any:
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, [WIDTH]))(keys)
-    kept = mn.named(kept.astype("float32"), f"batch:{len(keys)} out:{WIDTH}")
-    y = mn.einsum([batch, params["w"]]) * kept * (1.0 + step.astype("float32"))
+    mask = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, [WIDTH]))(keys)
+    mask = mn.named(mask.astype("float32"), f"batch:{len(keys)} out:{WIDTH}")
+    y = mn.einsum([batch, params["w"]]) * mask * (1.0 + step.astype("float32"))
     return mn.reduce_mean(mn.square(y - 1.0))
 
 

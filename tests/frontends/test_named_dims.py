@@ -59,7 +59,7 @@ def feed_forward(x):
 
 
 def without_attention(layouts):
-    return {pattern: each for pattern, each in layouts.items() if "attention" not in pattern}
+    return {pattern: layout for pattern, layout in layouts.items() if "attention" not in pattern}
 
 
 def data():
@@ -106,8 +106,8 @@ def test_a_string_of_rules_lays_a_keras_model_out_as_axes_by_hand_do(mesh):
 def test_and_the_losses_are_the_same(mesh, by_name):
     strategy, model, losses = by_name
     by_hand = mw.Sharded(mesh, without_attention(BY_AXES), batch="rows")
-    twin, wanted = trained(by_hand)
-    assert losses == wanted
+    twin, expected = trained(by_hand)
+    assert losses == expected
     for table in (strategy.explain(model), by_hand.explain(twin)):
         (velocity,) = (p for p in table.placed if p.info.path.endswith("up/kernel/velocity"))
         assert velocity.layout == table["up/kernel"].layout == mw.Layout([None, "cols"], mesh)
@@ -137,13 +137,13 @@ def test_the_table_shows_names_sizes_and_the_rule_that_split_them(by_name):
 def test_the_map_stays_and_other_rules_run_it_elsewhere_with_the_same_losses(by_name, axes, rules):
     import jax
 
-    strategy, _, wanted = by_name
+    strategy, _, expected = by_name
     count = int(np.prod(list(axes.values())))
     other = strategy.on(mw.create_mesh(axes, devices=jax.devices()[:count]), rules=rules)
     model, losses = trained(other)
-    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
-    told = dict(pair.split(":") for pair in rules.split(";"))
-    wanted_specs = tuple(told.get(name, "unsharded") for name in ("d_model", "d_ff"))
+    np.testing.assert_allclose(losses, expected, rtol=2e-5)
+    axis_of = dict(pair.split(":") for pair in rules.split(";"))
+    wanted_specs = tuple(axis_of.get(name, "unsharded") for name in ("d_model", "d_ff"))
     assert model.get_layer("up").kernel.layout.specs == wanted_specs
 
 
@@ -177,15 +177,15 @@ def test_a_plain_jax_model_may_be_named_too(mesh):
     program = mw.jax_program(loss, params, optax.adam(0.1))
     layouts = {"up": mw.dims("io hidden"), "down": mw.dims("hidden io")}
     batches = [{"x": np.eye(8, 4, dtype="float32")}] * 3
-    found = []
+    results = []
     for placement in (
         mw.Placement.of(mesh, layouts, rules="batch:rows;hidden:cols", inputs=mw.dims("batch io")),
         mw.Placement.of(mesh, {"up": [None, "cols"], "down": ["cols", None]}, batch="rows"),
     ):
         trainer = mw.Trainer(program, placement)
         _, logs = trainer.train(trainer.init(), batches)
-        found.append((trainer.layouts, float(logs["loss"])))
-    assert found[0] == found[1]
+        results.append((trainer.layouts, float(logs["loss"])))
+    assert results[0] == results[1]
 
 
 # Errors

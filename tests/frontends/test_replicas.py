@@ -18,10 +18,12 @@ def strategy() -> mw.Sharded:
 def test_a_replica_is_a_piece_of_the_batch_whatever_other_axes_there_are(strategy):
     assert strategy.num_replicas_in_sync == 4
     rows = strategy.put(np.arange(16.0).reshape(8, 2))
-    seen = strategy.run(lambda piece, k: {"shape": piece.sum(0) * k}, args=(rows,), kwargs={"k": 2})
-    assert seen["shape"].values.shape == (4, 2)
+    actual = strategy.run(
+        lambda piece, k: {"shape": piece.sum(0) * k}, args=(rows,), kwargs={"k": 2}
+    )
+    assert actual["shape"].values.shape == (4, 2)
     expected = np.arange(16.0).reshape(4, 2, 2).sum(1) * 2
-    np.testing.assert_array_equal(seen["shape"].values, expected)
+    np.testing.assert_array_equal(actual["shape"].values, expected)
 
 
 def test_reduce_and_gather_are_those_of_numpy(strategy):

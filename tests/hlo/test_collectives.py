@@ -48,13 +48,21 @@ ENTRY %main (p: bf16[16,8]) -> bf16[16,8] {
 
 
 def test_a_loop_is_counted_by_its_condition():
-    (found,) = read_collectives(LOOP, AXES)
-    assert (found.kind, found.axes, found.dtypes) == ("all-reduce", ("model",), ("bfloat16",))
-    assert (found.elements, found.bytes_per_device, found.group_size) == (128, 256, 2)
-    assert found.count == 10
-    assert found.position == 4  # the loop's
-    assert found.path == "jit(f)/while/body/dense/dot"
-    assert found.reduces
+    (collectives,) = read_collectives(LOOP, AXES)
+    assert (collectives.kind, collectives.axes, collectives.dtypes) == (
+        "all-reduce",
+        ("model",),
+        ("bfloat16",),
+    )
+    assert (collectives.elements, collectives.bytes_per_device, collectives.group_size) == (
+        128,
+        256,
+        2,
+    )
+    assert collectives.count == 10
+    assert collectives.position == 4  # the loop's
+    assert collectives.path == "jit(f)/while/body/dense/dot"
+    assert collectives.reduces
 
 
 def test_a_loop_is_counted_by_what_xla_noted():
@@ -91,13 +99,13 @@ replica_groups=mesh['axis_0'=8] {'axis_0'}
 source_target_pairs={{0,1},{1,0},{2,3},{3,2}}
   ROOT %done = f32[8,8]{1,0} all-gather-done(%start)
 }"""
-    gather, merged, moved = read_collectives(text, AXES)
+    gather, merged, traffic = read_collectives(text, AXES)
     assert (gather.kind, gather.axes, gather.position) == ("all-gather", ("batch",), 3)
     assert gather.arrays[0].dims == (8, 8)
     assert (merged.dtypes, merged.elements) == (("bfloat16", "float32"), 5)
     assert (merged.axes, merged.bytes_per_device) == (("batch", "model"), 12)
-    assert (moved.kind, moved.axes, moved.count) == ("collective-permute", ("model",), 1)
-    assert not moved.reduces
+    assert (traffic.kind, traffic.axes, traffic.count) == ("collective-permute", ("model",), 1)
+    assert not traffic.reduces
 
 
 def test_what_tpu_repeats_in_fusions_counts_once_and_two_alike_count_twice():
@@ -115,8 +123,8 @@ frontend_attributes={chain_id="CHAIN"}
         for n in range(4)
     )
     text = "".join(parts) + f"ENTRY %main (x: bf16[2,8]) -> bf16[8,8] {{\n{calls}}}\n"
-    found = read_collectives(text, AXES)
-    assert [(c.path, c.position) for c in found] == [("step/layer0", 0), ("step/layer3", 3)]
+    collectives = read_collectives(text, AXES)
+    assert [(c.path, c.position) for c in collectives] == [("step/layer0", 0), ("step/layer3", 3)]
 
 
 def test_an_all_reduce_of_which_each_device_keeps_a_piece_is_a_reduce_scatter():
@@ -130,8 +138,12 @@ ENTRY %main (x: f32[32]) -> f32[8] {
   %x = f32[32]{0} parameter(0)
   ROOT %f = f32[8]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3
 }"""
-    (found,) = read_collectives(text, AXES)
-    assert (found.kind, found.axes, found.elements) == ("reduce-scatter", ("batch",), 32)
+    (collectives,) = read_collectives(text, AXES)
+    assert (collectives.kind, collectives.axes, collectives.elements) == (
+        "reduce-scatter",
+        ("batch",),
+        32,
+    )
 
 
 def test_text_that_is_no_program_is_an_error():
@@ -163,9 +175,9 @@ def test_a_result_lives_from_its_start_to_its_last_reader():
     apart = read_collectives(GATHERS.replace("LAST", "%z = f32[2] constant(0)"), AXES)
     assert [(c.position, c.until) for c in apart] == [(2, 5), (6, 9)]
     assert most_bytes_at_once(apart) == 32
-    kept = read_collectives(GATHERS.replace("LAST", "%again = f32[2,4] tanh(%view)"), AXES)
-    assert [(c.position, c.until) for c in kept] == [(2, 8), (6, 9)]
-    assert most_bytes_at_once(kept) == 64
+    collectives = read_collectives(GATHERS.replace("LAST", "%again = f32[2,4] tanh(%view)"), AXES)
+    assert [(c.position, c.until) for c in collectives] == [(2, 8), (6, 9)]
+    assert most_bytes_at_once(collectives) == 64
     assert most_bytes_at_once([]) == 0
 
 

@@ -85,7 +85,7 @@ def shaped(mesh, dims, spec, dtype=jnp.float32):
 @functools.cache
 def costs_of(layout, remat=False, scanned=False, target="cpu:8"):
     args = arguments(layout)
-    lies = jax.tree.map(lambda each: each.sharding, args[0])
+    lies = jax.tree.map(lambda array: array.sharding, args[0])
     traced = functools.partial(step, remat=remat, scanned=scanned)
     jitted = jax.jit(traced, donate_argnums=0, out_shardings=(lies, None))
     compiled = compile_ahead(jitted, args, target)
@@ -143,10 +143,10 @@ def test_what_is_computed_again_is_told_apart():
 
 @pytest.mark.full
 def test_a_loop_is_multiplied_out():
-    loops = [each for each in costs_of("model", False, True).program if isinstance(each, Loop)]
-    loop = next(each for each in loops if any(one.flops for one in each.body))
+    loops = [part for part in costs_of("model", False, True).program if isinstance(part, Loop)]
+    loop = next(loop for loop in loops if any(one.flops for one in loop.body))
     assert loop.trips == BLOCKS
-    assert {each.count for each in loop.body} == {BLOCKS}
+    assert {part.count for part in loop.body} == {BLOCKS}
 
 
 def test_a_loop_that_ends_by_a_condition_is_reported_and_counts_once():
@@ -221,17 +221,17 @@ def program(body, fused="", head="HloModule m, is_scheduled=true"):
 
 
 def moved(body, fused=""):
-    return {each.name: each for each in read_costs(program(body, fused)).operations}
+    return {operation.name: operation for operation in read_costs(program(body, fused)).operations}
 
 
 def test_views_cost_nothing_and_copies_both_ways():
-    found = moved(
+    result = moved(
         """  %p = f32[8]{0} parameter(0)
   %view = f32[2,4]{1,0} bitcast(%p)
   ROOT %copied = f32[2,4]{0,1} copy(%view)"""
     )
-    assert list(found) == ["copied"]
-    assert (found["copied"].bytes_read, found["copied"].bytes_written) == (32, 32)
+    assert list(result) == ["copied"]
+    assert (result["copied"].bytes_read, result["copied"].bytes_written) == (32, 32)
 
 
 def test_of_what_is_cut_or_changed_in_place_only_that_part_counts():
@@ -250,29 +250,29 @@ def test_of_what_is_cut_or_changed_in_place_only_that_part_counts():
   ROOT %new = f32[64,8]{1,0} dynamic-update-slice(%a.1, %b, %i.1, %zero.1)
 }
 """
-    found = moved(
+    result = moved(
         """  %p = f32[64,8]{1,0} parameter(0)
   %i.2 = s32[] parameter(1)
   %row = f32[1,8]{1,0} fusion(%p, %i.2), kind=kLoop, calls=%cut
   ROOT %all = f32[64,8]{1,0} fusion(%p, %row, %i.2), kind=kLoop, calls=%put""",
         fused,
     )
-    assert (found["row"].bytes_read, found["row"].bytes_written) == (32 + 4, 32)
-    assert (found["all"].bytes_read, found["all"].bytes_written) == (32 + 4, 32)
+    assert (result["row"].bytes_read, result["row"].bytes_written) == (32 + 4, 32)
+    assert (result["all"].bytes_read, result["all"].bytes_written) == (32 + 4, 32)
 
 
 def test_the_on_chip_memory_of_a_tpu_is_free():
-    found = moved(
+    result = moved(
         """  %p = f32[8]{0:T(128)} parameter(0)
   %begun = (f32[8]{0:T(128)S(1)}, f32[8]{0:T(128)}, u32[]{:S(2)}) copy-start(%p)
   %here = f32[8]{0:T(128)S(1)} copy-done(%begun)
   %sum = f32[8]{0:T(128)S(1)} add(%here, %here)
   ROOT %out = f32[8]{0:T(128)} negate(%sum)"""
     )
-    assert (found["begun"].bytes_read, found["begun"].bytes_written) == (32, 0)
-    assert found["here"].ends == "begun"
-    assert found["sum"].bytes == 0
-    assert (found["out"].bytes_read, found["out"].bytes_written) == (0, 32)
+    assert (result["begun"].bytes_read, result["begun"].bytes_written) == (32, 0)
+    assert result["here"].ends == "begun"
+    assert result["sum"].bytes == 0
+    assert (result["out"].bytes_read, result["out"].bytes_written) == (0, 32)
 
 
 def test_kernels_written_by_hand_tell_their_flops_or_are_reported():

@@ -40,8 +40,8 @@ class Case(NamedTuple):
         """The closed jaxpr, for these shapes or its own."""
         kinds = {"f": "float32", "i": "int32", "b": "bool"}
         pairs = zip(shapes or self.shapes, self.letters, strict=True)
-        given = [jax.ShapeDtypeStruct(shape, kinds[letter]) for shape, letter in pairs]
-        return jax.make_jaxpr(self.function)(*given)
+        avals = [jax.ShapeDtypeStruct(shape, kinds[letter]) for shape, letter in pairs]
+        return jax.make_jaxpr(self.function)(*avals)
 
     @property
     def letters(self) -> str:

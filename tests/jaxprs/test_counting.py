@@ -43,8 +43,8 @@ def test_keras_metrics_count_the_same(name: str) -> None:
         new = metric.stateless_update_state(list(counts.values()), *batch)
         return dict(zip(counts, new, strict=True)), {"result": metric.stateless_result(new)}
 
-    found, expected = (f(counts, (y, outputs)) for f in (counted(count), _turns(count)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    actual, expected = (f(counts, (y, outputs)) for f in (counted(count), _turns(count)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), actual, expected)
 
 
 def _turns(count: Any) -> Any:
@@ -81,8 +81,8 @@ def a_constant(counts: Any, batch: Any) -> Any:
 def test_other_ways_to_count_are_taken_in_turn_or_right_at_once(count: Any) -> None:
     batches = (jnp.asarray(np.random.default_rng(1).normal(size=[4, 3]), "float32"),)
     counts = {"n": jnp.ones([])}
-    found, expected = counted(count)(counts, batches), in_turn(count, counts, batches)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    actual, expected = counted(count)(counts, batches), in_turn(count, counts, batches)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), actual, expected)
 
 
 def test_the_operations_come_once_for_all_batches() -> None:

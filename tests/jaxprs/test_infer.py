@@ -32,7 +32,7 @@ from meshwright.targets.target import Target
 @every
 def test_no_operation_is_lost(name):
     case = ZOO[name]()
-    counted = sum(each.flops * each.times for each in case.graph.operations)
+    counted = sum(operation.flops * operation.times for operation in case.graph.operations)
     assert counted == model_flops(case.jaxpr)
     assert name == "lookups" or counted > 0
     assert not unknown_kinds(case.graph)
@@ -43,8 +43,8 @@ def test_a_dim_divides_each_array_that_lies_along_it_and_comes_once(name):
     graph = ZOO[name]().graph
     for tensor in graph.tensors:
         assert len(tensor.dims) == len(tensor.shape)
-        found = [dim for dim in tensor.dims if dim is not None]
-        assert len(set(found)) == len(found)
+        results = [dim for dim in tensor.dims if dim is not None]
+        assert len(set(results)) == len(results)
         for dim, size in zip(tensor.dims, tensor.shape, strict=True):
             assert dim is None or (graph.dims[dim].size > 1 and size % graph.dims[dim].size == 0)
 
@@ -54,15 +54,15 @@ def test_arrays_of_one_operation_agree_on_the_sizes_of_dims(name):
     """A dim that is whole in an array of one operand and merged in another would be a false join;
     only reshapes, and what they are read by, have a dim as the slower part of a larger one."""
     graph = ZOO[name]().graph
-    for each in graph.operations:
-        if each.kind in ("dot_general", "add", "mul", "sub", "add_any", "transpose"):
+    for operation in graph.operations:
+        if operation.kind in ("dot_general", "add", "mul", "sub", "add_any", "transpose"):
             sizes: dict[int, set[int]] = {}
-            for place in (*each.operands, *each.results):
+            for place in (*operation.operands, *operation.results):
                 tensor = graph.tensors[place]
                 for dim, size in zip(tensor.dims, tensor.shape, strict=True):
                     if dim is not None:
                         sizes.setdefault(dim, set()).add(size)
-            assert all(len(found) == 1 for found in sizes.values()), each
+            assert all(len(result) == 1 for result in sizes.values()), operation
 
 
 @every
@@ -71,18 +71,18 @@ def test_names_are_unique_and_the_same_each_time(name):
     assert len({dim.name for dim in graph.dims}) == len(graph.dims)
     assert graph_of(jaxpr, arguments, carried) == graph
     for tensor in graph.tensors:  # of one family and size lie alike, so no array has two
-        found = [graph.dims[dim] for dim in tensor.dims if dim is not None]
-        assert len({(dim.family, dim.size) for dim in found}) == len(found)
+        results = [graph.dims[dim] for dim in tensor.dims if dim is not None]
+        assert len({(dim.family, dim.size) for dim in results}) == len(results)
 
 
 @every
 def test_arguments_are_arrays_in_order(name):
     case = ZOO[name]()
-    roles = [each.role for each in case.graph.tensors if each.role != "activation"]
+    roles = [tensor.role for tensor in case.graph.tensors if tensor.role != "activation"]
     shapes_of = [tuple(v.aval.shape) for v in case.jaxpr.jaxpr.invars]
-    kept = [each for each in shapes_of if math.prod(each) > 1]
-    assert [each.shape for each in case.graph.tensors][: len(kept)] == kept
-    assert len(roles) == len(kept)
+    large = [shape for shape in shapes_of if math.prod(shape) > 1]
+    assert [tensor.shape for tensor in case.graph.tensors][: len(large)] == large
+    assert len(roles) == len(large)
     assert case.graph.dims[case.graph.tensors[roles.index("input")].dims[0] or 0].name == "batch"
 
 
@@ -90,7 +90,7 @@ def test_arguments_are_arrays_in_order(name):
 
 
 def dims_of(graph: Graph, path: str) -> list[str | None]:
-    tensor = next(each for each in graph.tensors if each.path == path)
+    tensor = next(tensor for tensor in graph.tensors if tensor.path == path)
     return [None if dim is None else graph.dims[dim].name for dim in tensor.dims]
 
 
@@ -122,9 +122,10 @@ def test_a_transformer_has_the_dims_that_people_give_it():
 def test_queries_and_keys_have_lengths_of_their_own():
     graph = ZOO["transformer"]().graph
     product = next(
-        each
-        for each in graph.operations
-        if each.kind == "dot_general" and graph.tensors[each.results[0]].shape == (8, 4, 16, 16)
+        operation
+        for operation in graph.operations
+        if operation.kind == "dot_general"
+        and graph.tensors[operation.results[0]].shape == (8, 4, 16, 16)
     )
     (joint,) = product.joints
     moved = graph.tensors[joint.tensor]
@@ -140,8 +141,10 @@ def test_both_dims_of_a_square_kernel_stay_apart():
     graph = ZOO["square"]().graph
     assert dims_of(graph, "0") == ["0.in", "0.out"]
     assert dims_of(graph, "1") == ["0.in", "1.out"]
-    added = [each for each in graph.operations if each.kind == "add" and each.joints]
-    joints = [joint for each in added for joint in each.joints]
+    added = [
+        operation for operation in graph.operations if operation.kind == "add" and operation.joints
+    ]
+    joints = [joint for operation in added for joint in operation.joints]
     moved = [(graph.dims[j.source].name, graph.dims[j.target].name) for j in joints]
     assert moved[:2] == [("0.out", "0.in"), ("1.out", "0.in")]
 
@@ -155,11 +158,15 @@ def test_names_of_an_author_win_and_equal_ones_are_one_dim():
 
 def test_layers_that_are_scanned_are_followed_once_and_counted_often():
     graph = ZOO["scanned"]().graph
-    inside = [each for each in graph.operations if each.times == 3]
-    assert any(each.flops for each in inside)
+    inside = [operation for operation in graph.operations if operation.times == 3]
+    assert any(operation.flops for operation in inside)
     assert dims_of(graph, "layers/up") == ["layers/down.in", "layers/down.out", "layers/down.dim1"]
-    read = [each for each in graph.operations if each.kind == "scan" and each.whole]
-    assert {graph.dims[dim].name for each in read for dim in each.whole} == {"layers/down.in"}
+    read = [
+        operation for operation in graph.operations if operation.kind == "scan" and operation.whole
+    ]
+    assert {graph.dims[dim].name for operation in read for dim in operation.whole} == {
+        "layers/down.in"
+    }
 
 
 def one(function, *args, names=None) -> Graph:
@@ -175,7 +182,7 @@ def labels(graph: Graph, place: int) -> list[str | None]:
 def test_the_slowest_of_merged_dims_carries_on_and_a_reshape_can_be_undone():
     merged = one(lambda x: x.reshape(6, 8).reshape(48), shapes(2, 3, 8))
     assert labels(merged, 0) == ["batch"]
-    assert [[merged.dims[d].name for d in each.whole] for each in merged.operations] == [
+    assert [[merged.dims[d].name for d in operation.whole] for operation in merged.operations] == [
         ["arg0.dim1"],
         ["arg0.dim2"],
     ]
@@ -191,10 +198,12 @@ def test_the_slowest_of_merged_dims_carries_on_and_a_reshape_can_be_undone():
 def test_an_unknown_operation_joins_nothing_and_is_done_whole():
     graph = one(lambda x: lax.approx_max_k(x, 4)[0] * 2.0, shapes(8, 4, 4))
     assert unknown_kinds(graph) == ("approx_top_k",)
-    unknown = next(each for each in graph.operations if each.kind == "approx_top_k")
+    unknown = next(operation for operation in graph.operations if operation.kind == "approx_top_k")
     assert set(unknown.whole) == set(graph.tensors[unknown.operands[0]].dims)
-    given, made = (set(graph.tensors[t].dims) for t in (unknown.operands[0], unknown.results[0]))
-    assert given.isdisjoint(made)
+    operand, result = (
+        set(graph.tensors[t].dims) for t in (unknown.operands[0], unknown.results[0])
+    )
+    assert operand.isdisjoint(result)
 
 
 def test_loops_and_branches_join_what_they_carry():
@@ -214,8 +223,10 @@ def test_loops_and_branches_join_what_they_carry():
         return lax.cond(which, lambda: x @ w, lambda: x + 1.0)
 
     graph = one(branched, shapes(dtype="bool"), shapes(8, 4), shapes(4, 4))
-    assert sum(each.flops for each in graph.operations) == 2 * 8 * 4 * 4
-    assert any(each.joints for each in graph.operations)  # 4 that is summed and 4 that is kept
+    assert sum(operation.flops for operation in graph.operations) == 2 * 8 * 4 * 4
+    assert any(
+        operation.joints for operation in graph.operations
+    )  # 4 that is summed and 4 that is kept
 
 
 def test_what_depends_on_no_argument_ties_nothing_together():

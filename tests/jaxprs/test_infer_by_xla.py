@@ -36,45 +36,45 @@ def found_by_xla(case: Case, axes: Mapping[str, int], lies: Mapping[str, str]) -
     """Collectives of more than a number, where arguments lie along axes as their dims do."""
     graph, jaxpr = case.graph, case.jaxpr
     mesh = mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
-    known = {each.path: each for each in graph.tensors if each.role != "activation"}
+    known = {tensor.path: tensor for tensor in graph.tensors if tensor.role != "activation"}
 
     def sharding(argument: Argument) -> NamedSharding:
         dims = known[argument.path].dims if argument.path in known else ()
         along = [None if dim is None else lies.get(graph.dims[dim].name) for dim in dims]
         return NamedSharding(mesh.jax_mesh, PartitionSpec(*along))
 
-    ins = [sharding(each) for each in case.arguments]
+    ins = [sharding(arg) for arg in case.arguments]
     outs = [*ins[: case.carried], *[None] * (len(jaxpr.out_avals) - case.carried)]
-    given = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=each)
-        for aval, each in zip(jaxpr.in_avals, ins, strict=True)
+    avals = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place)
+        for aval, place in zip(jaxpr.in_avals, ins, strict=True)
     ]
     jitted = jax.jit(jaxpr_as_fun(jaxpr), in_shardings=ins, out_shardings=outs)
-    text = jitted.lower(*given).compile(_QUICKLY).as_text()
+    text = jitted.lower(*avals).compile(_QUICKLY).as_text()
     assert text is not None
     return [
-        each
-        for each in read_collectives(text, tuple(axes.items()))
-        if any(array.elements > 1 for array in each.arrays)
+        collective
+        for collective in read_collectives(text, tuple(axes.items()))
+        if any(array.elements > 1 for array in collective.arrays)
     ]
 
 
 def moved_by_xla(case: Case, axes: Mapping[str, int], lies: Mapping[str, str]) -> Counter[Any]:
     """Elements by kind and axis."""
-    moved: Counter[Any] = Counter()
-    for each in found_by_xla(case, axes, lies):
-        elements = sum(array.elements for array in each.arrays if array.elements > 1)
-        moved[each.kind, *each.axes] += elements * (each.count or 1)
-    return moved
+    traffic: Counter[Any] = Counter()
+    for collective in found_by_xla(case, axes, lies):
+        elements = sum(array.elements for array in collective.arrays if array.elements > 1)
+        traffic[collective.kind, *collective.axes] += elements * (collective.count or 1)
+    return traffic
 
 
 def sums(case: Case, axes: Mapping[str, int], lies: Mapping[str, str]) -> Counter[Any]:
     """The same of the graph, which must sum and nothing else."""
-    said: Counter[Any] = Counter()
-    for each in communication(case.graph, axes, lies):
-        assert each.kind == "sum"
-        said["all-reduce", each.axis] += each.elements * each.times
-    return said
+    elements: Counter[Any] = Counter()
+    for transfer in communication(case.graph, axes, lies):
+        assert transfer.kind == "sum"
+        elements["all-reduce", transfer.axis] += transfer.elements * transfer.times
+    return elements
 
 
 ROWS, IO, HIDDEN = 64, 16, 32  # the check point of shared tables: 8 processors
@@ -121,9 +121,9 @@ def two_layers() -> Case:
 def test_two_layers_move_what_the_paper_says(layout):
     """Shazeer et al. 2018, section 4, with constants: and XLA does so."""
     axes, lies, closed = CLOSED[layout]
-    wanted = Counter({("all-reduce", axis): number for axis, number in closed.items()})
-    assert sums(two_layers(), axes, lies) == wanted
-    assert moved_by_xla(two_layers(), axes, lies) == wanted
+    expected = Counter({("all-reduce", axis): number for axis, number in closed.items()})
+    assert sums(two_layers(), axes, lies) == expected
+    assert moved_by_xla(two_layers(), axes, lies) == expected
 
 
 def test_a_keras_model_moves_what_the_paper_says_and_its_names_are_its_layers():
@@ -139,11 +139,11 @@ def test_a_keras_model_moves_what_the_paper_says_and_its_names_are_its_layers():
     case = of_keras(model, shapes(ROWS, IO), shapes(ROWS, IO))
     names = {dim.name: dim.size for dim in case.graph.dims}
     assert names == {"batch": ROWS, "w.in": IO, "w.out": HIDDEN, "v.out": IO}
-    for axes, lies, wanted in (
+    for axes, lies, expected in (
         ({"all": 8}, {"batch": "all"}, {"all": 2 * IO * HIDDEN + HIDDEN}),
         ({"all": 8}, {"w.out": "all"}, {"all": ROWS * IO}),  # dL/dx is not needed
     ):
-        counted = Counter({("all-reduce", axis): number for axis, number in wanted.items()})
+        counted = Counter({("all-reduce", axis): number for axis, number in expected.items()})
         assert sums(case, axes, lies) == counted
         assert moved_by_xla(case, axes, lies) == counted
 
@@ -185,27 +185,33 @@ EXACT_TOO = [
 @pytest.mark.full_for("scanned-batch", "transformer-batch")
 @pytest.mark.parametrize(
     ("name", "dim"),
-    [*EXACT, *(pytest.param(*each, marks=pytest.mark.full) for each in EXACT_TOO)],
+    [*EXACT, *(pytest.param(*pair, marks=pytest.mark.full) for pair in EXACT_TOO)],
 )
 def test_xla_sums_exactly_what_the_graph_says(name, dim):
     axes, lies = {"axis": 2}, {dim: "axis"}
-    wanted = sums(ZOO[name](), axes, lies)
-    assert wanted
-    assert moved_by_xla(ZOO[name](), axes, lies) == wanted
+    expected = sums(ZOO[name](), axes, lies)
+    assert expected
+    assert moved_by_xla(ZOO[name](), axes, lies) == expected
 
 
 def test_a_window_as_large_as_the_image_is_split_with_it():
     """Each device sums over its piece of both, of the image with margins, and gathers neither."""
     case, axes = large_window(), {"axis": 2}
-    dims = {each.path: each.dims for each in case.graph.tensors}
+    dims = {tensor.path: tensor.dims for tensor in case.graph.tensors}
     image, window = dims["input/0"][1], dims["kernel"][0]
     assert image == window
     assert image is not None
     lies = {case.graph.dims[image].name: "axis"}
-    moved = moved_by_xla(case, axes, lies)
-    assert {kind for kind, _ in moved} == {"all-reduce", "collective-permute"}
-    found = [each for each in communication(case.graph, axes, lies) if each.kind == "sum"]
-    assert moved["all-reduce", "axis"] == sum(each.elements for each in found) == 8 * 3 * 3 * 4
+    traffic = moved_by_xla(case, axes, lies)
+    assert {kind for kind, _ in traffic} == {"all-reduce", "collective-permute"}
+    results = [
+        transfer for transfer in communication(case.graph, axes, lies) if transfer.kind == "sum"
+    ]
+    assert (
+        traffic["all-reduce", "axis"]
+        == sum(transfer.elements for transfer in results)
+        == 8 * 3 * 3 * 4
+    )
 
 
 def splittable(graph: Graph) -> list[str]:
@@ -229,13 +235,15 @@ def test_xla_moves_nothing_where_the_graph_says_so(name):
 
 
 def law_holds(case: Case, dim: str) -> None:
-    said: Counter[str] = Counter()
-    for each in communication(case.graph, {"axis": 2}, {dim: "axis"}):
-        said[each.kind] += each.elements * each.times
-    moved = moved_by_xla(case, {"axis": 2}, {dim: "axis"})
-    assert said or not moved, dim
-    kept_whole = said["gather"] or said["move"]  # XLA has other ways there, which it chooses
-    assert kept_whole or moved.total() <= said["sum"], dim
+    elements: Counter[str] = Counter()
+    for transfer in communication(case.graph, {"axis": 2}, {dim: "axis"}):
+        elements[transfer.kind] += transfer.elements * transfer.times
+    traffic = moved_by_xla(case, {"axis": 2}, {dim: "axis"})
+    assert elements or not traffic, dim
+    kept_whole = (
+        elements["gather"] or elements["move"]
+    )  # XLA has other ways there, which it chooses
+    assert kept_whole or traffic.total() <= elements["sum"], dim
 
 
 def row_steps() -> list[Any]:
@@ -271,8 +279,8 @@ def test_the_best_of_rows_are_gathered_as_xla_does():
     jaxpr = jax.make_jaxpr(lambda x: lax.top_k(x, 3))(shapes(8, 24))
     arguments = [Argument("x", "input")]
     case = Case(jaxpr, arguments, 0, graph_of(jaxpr, arguments))
-    (said,) = communication(case.graph, {"axis": 2}, {"batch": "axis"})
-    assert (said.kind, said.elements) == ("gather", 8 * 24)
+    (transfer,) = communication(case.graph, {"axis": 2}, {"batch": "axis"})
+    assert (transfer.kind, transfer.elements) == ("gather", 8 * 24)
     assert moved_by_xla(case, {"axis": 2}, {"batch": "axis"}) == {("all-gather", "axis"): 8 * 24}
 
 
@@ -312,8 +320,8 @@ def of_program(steps: list[tuple[str, int, int]]) -> Case:
     def loss(params, x):
         values = [x, *params]
         for name, one, two in steps:
-            made = STEPS[name](values[one % len(values)], values[two % len(values)])
-            values.append(made if made.ndim else made[None])
+            output = STEPS[name](values[one % len(values)], values[two % len(values)])
+            values.append(output if output.ndim else output[None])
         return sum(jnp.sum(jnp.sin(value) ** 2) for value in values[3:])
 
     return of_jax(loss, [shapes(8, 8), shapes(8, 4)], shapes(16, 8))

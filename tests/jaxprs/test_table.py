@@ -162,7 +162,7 @@ def differs(one: Any, other: Any) -> np.ndarray:
     if jax.numpy.issubdtype(one.dtype, jax.dtypes.prng_key):
         one, other = jax.random.key_data(one), jax.random.key_data(other)
         return np.any(np.asarray(one) != np.asarray(other), -1)
-    one, other = (np.asarray(each) for each in (one, other))
+    one, other = (np.asarray(operand) for operand in (one, other))
     if one.dtype.kind in "fc":  # a series is summed until all its elements are near enough
         return ~np.isclose(one, other, 1e-5, 0, equal_nan=True)
     return one != other
@@ -180,7 +180,7 @@ def may_change(
     """Whether a change at this index of an operand may change a result there."""
     size = shape_of(eqn.invars[place[0]])[place[1]]
     dims = [dim for number, dim in link.outs if number == result]
-    groups = [each for each in links if each.how is How.GROUPS and each.ins[0] == place]
+    groups = [row for row in links if row.how is How.GROUPS and row.ins[0] == place]
     if link.how is not How.GROUPS and groups:  # about the rest of the dim
         index %= size // groups[0].size
     if link.how in (How.EACH, How.AT):
@@ -190,7 +190,7 @@ def may_change(
         own = np.unravel_index(np.arange(np.prod(ins)), ins)[link.ins.index(place)]
         return only(where, dims, lambda at: own[at] == index)
     if link.how is How.GROUPS:
-        (outs,) = [each.outs for each in links if each.how is How.EACH and link.ins[1] in each.ins]
+        (outs,) = [row.outs for row in links if row.how is How.EACH and link.ins[1] in row.ins]
         group, wide = index * link.size // size, where.shape[outs[0][1]]
         return only(where, [outs[0][1]], lambda at: at * link.size // wide == group)
     return True
@@ -218,7 +218,7 @@ def test_what_changes_is_what_the_links_say(name: str) -> None:
     case = CASES[name]
     closed = case.traced()
     for eqn, values in followed(closed.jaxpr, closed.consts, case.arguments()):
-        avals = [str(each.aval) for each in (*eqn.invars, *eqn.outvars)]
+        avals = [str(variable.aval) for variable in (*eqn.invars, *eqn.outvars)]
         own = f"{eqn.primitive.name} {eqn.params} {avals}"
         if own not in _SEEN and eqn.primitive.name in TABLE:
             agrees(eqn)
@@ -265,10 +265,10 @@ def test_a_row_that_promises_too_much_is_found(monkeypatch, name, row) -> None:
     }
     closed, args = cases[name].traced(), cases[name].arguments()
     monkeypatch.setitem(TABLE, name, row)
-    found = [
+    results = [
         fault
         for eqn, values in followed(closed.jaxpr, closed.consts, args)
         if eqn.primitive.name == name
         for fault in faults(eqn, values)
     ]
-    assert found
+    assert results

@@ -35,12 +35,12 @@ class Case(NamedTuple):
     graph: Graph
 
 
-def of_jax(loss, params, *batch, wanted=jax.grad) -> Case:
+def of_jax(loss, params, *batch) -> Case:
     """A step of SGD with momentum."""
 
     def step(state, *batch):
         weights, momentum = state
-        gradients = wanted(loss)(weights, *batch)
+        gradients = jax.grad(loss)(weights, *batch)
         momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
         return jax.tree.map(lambda w, m: w - 0.1 * m, weights, momentum), momentum
 
@@ -177,8 +177,8 @@ def scanned() -> Case:
     def loss(params, tokens, labels):
         x = params["table"][tokens]
         x, _ = lax.scan(jax.checkpoint(layer), x, params["layers"])
-        said = jax.nn.log_softmax(x @ params["table"].T)
-        return -jnp.mean(jnp.take_along_axis(said, labels[..., None], -1))
+        log_probs = jax.nn.log_softmax(x @ params["table"].T)
+        return -jnp.mean(jnp.take_along_axis(log_probs, labels[..., None], -1))
 
     stack = {name: shapes(3, width, width) for name in "qkvo"}
     stack |= {"up": shapes(3, width, 32), "down": shapes(3, 32, width)}
@@ -230,8 +230,8 @@ def derivatives() -> Case:
         y = layer(x, kernel)
         return y, (x, kernel, y)
 
-    def backwards(kept, gradient):
-        x, kernel, y = kept
+    def backwards(residuals, gradient):
+        x, kernel, y = residuals
         gradient = gradient * (1 - y * y)
         return gradient @ kernel.T, x.T @ gradient
 
@@ -247,11 +247,11 @@ def derivatives() -> Case:
 
 def lookups() -> Case:
     def loss(params, rows, places):
-        found = params["table"][rows]
-        added = jnp.zeros([20, 8]).at[places].add(found * params["scale"])
+        result = params["table"][rows]
+        added = jnp.zeros([20, 8]).at[places].add(result * params["scale"])
         best = lax.top_k(added, 4)[0]
         some = lax.dynamic_slice_in_dim(params["table"], places[0], 8, 0)
-        both = jnp.concatenate([some, some], 0) * jnp.sort(found, axis=1)
+        both = jnp.concatenate([some, some], 0) * jnp.sort(result, axis=1)
         return jnp.sum(best) + jnp.mean(jnp.cumsum(added, 0) ** 2) + jnp.sum(jnp.flip(both, 0))
 
     numbers = shapes(16, dtype="int32")

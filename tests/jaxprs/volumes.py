@@ -81,10 +81,10 @@ def _moves(
     axes: Mapping[str, int],
     split: Mapping[int, str],
 ) -> Iterator[Volume]:
-    before, wanted = split.get(joint.source), split.get(joint.target)
-    if before is None or before == wanted:
+    before, expected = split.get(joint.source), split.get(joint.target)
+    if before is None or before == expected:
         return  # each device has all of it, or what it is asked for
-    if wanted is None:
+    if expected is None:
         yield volume("gather", before, joint.tensor, axes[before])
     else:
         yield volume("move", before, joint.tensor, 1)

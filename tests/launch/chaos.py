@@ -83,11 +83,11 @@ class Chaos:
     def _do(self, kind: str) -> bool:
         places = int((self._folder / "places").read_text())
         if kind in ("add", "remove"):
-            wanted = places + (1 if kind == "add" else -1)
-            if not 1 <= wanted <= MOST:
+            expected = places + (1 if kind == "add" else -1)
+            if not 1 <= expected <= MOST:
                 return False
             new = self._folder / "places.new"
-            new.write_text(str(wanted))
+            new.write_text(str(expected))
             new.replace(self._folder / "places")
             return True
         pids = [int(p.read_text() or 0) for p in sorted((self._folder / "pids").iterdir())]
@@ -102,11 +102,11 @@ class Chaos:
 
 
 def result(folder: Path, epochs: int) -> dict[str, Any]:
-    found = json.loads((folder / "result.json").read_text())
-    wrong = [row for row, visits in enumerate(found["visits"]) if visits != epochs]
+    output = json.loads((folder / "result.json").read_text())
+    wrong = [row for row, visits in enumerate(output["visits"]) if visits != epochs]
     if wrong:
-        raise SystemExit(f"rows {wrong[:9]} were trained on {found['visits'][wrong[0]]} times.")
-    return found
+        raise SystemExit(f"rows {wrong[:9]} were trained on {output['visits'][wrong[0]]} times.")
+    return output
 
 
 def main() -> None:
@@ -140,7 +140,7 @@ def main() -> None:
         print(f"done: {' '.join(chaos.done)}")
         if code or not (Path(wild) / "result.json").exists():
             raise SystemExit(f"exit code {code}\n{log}")
-        found = result(Path(wild), options.epochs)
+        actual = result(Path(wild), options.epochs)
         starts = [json.loads(line)["processes"] for line in lines(Path(wild) / "starts")]
     counts = {kind: chaos.done.count(kind) for kind in kinds}
     print(f"{len(chaos.done)} faults {counts}, {len(starts)} starts with {starts} processes")
@@ -149,8 +149,8 @@ def main() -> None:
         print(
             f"kill to next step: median {statistics.median(took):.1f} s, longest {took[-1]:.1f} s"
         )
-    weights, others = (np.concatenate(f["weights"]) for f in (found, undisturbed))
-    apart = max(np.abs(np.subtract(found["losses"], undisturbed["losses"])))
+    weights, others = (np.concatenate(f["weights"]) for f in (actual, undisturbed))
+    apart = max(np.abs(np.subtract(actual["losses"], undisturbed["losses"])))
     print(
         f"every row once in each of {options.epochs} epochs; losses differ by {apart:.1e} at most"
     )

@@ -37,8 +37,8 @@ class Noted(keras.callbacks.Callback):
         super().__init__()
         self._folder, self._begun = folder, [0]  # steps of this start; a number would be resumed
         self._plan = json.loads((folder / "plan.json").read_text())
-        found = sorted((folder / "saved").glob("step_*"))
-        self._from = mw.read_checkpoint(folder / "saved").step if found else -1
+        result = sorted((folder / "saved").glob("step_*"))
+        self._from = mw.read_checkpoint(folder / "saved").step if result else -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         time.sleep(0.01)
@@ -85,8 +85,8 @@ def main(folder: Path) -> None:
         visits = np.asarray(model.get_layer("visits").embeddings).ravel() / PER_VISIT
         weights = [np.asarray(w).ravel().tolist() for w in model.get_weights()[1:]]
         losses = next(v for k, v in history.history.items() if k.startswith("dense"))
-        found = {"visits": visits.tolist(), "weights": weights, "losses": losses}
-        (folder / "result.json").write_text(json.dumps(found))
+        results = {"visits": visits.tolist(), "weights": weights, "losses": losses}
+        (folder / "result.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

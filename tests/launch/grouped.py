@@ -90,8 +90,8 @@ def main() -> None:
     except mw.ProcessError as error:
         if jax.process_index() != FAILS:
             fields = {"rank": error.rank, "pid": error.pid, "section": error.section}
-            seen = {"at": time.time(), **fields, "stack": error.stack, "text": str(error)}
-            (FOLDER / "seen").write_text(json.dumps(seen))
+            actual = {"at": time.time(), **fields, "stack": error.stack, "text": str(error)}
+            (FOLDER / "seen").write_text(json.dumps(actual))
         raise
     finally:
         (FOLDER / f"left{jax.process_index()}").touch()

@@ -149,8 +149,8 @@ def main(folder: Path) -> None:
         weights = np.asarray(state.params["w"])
         source = Batches(folder, {})
         losses = [float(np.mean((source.x @ weights - source.y) ** 2))]
-        found = {"visits": visits, "weights": [weights.ravel().tolist()], "losses": losses}
-        (folder / "result.json").write_text(json.dumps(found))
+        results = {"visits": visits, "weights": [weights.ravel().tolist()], "losses": losses}
+        (folder / "result.json").write_text(json.dumps(results))
 
 
 class Noted(Batches):

@@ -31,10 +31,10 @@ def test_a_workers_keys_are_none_for_a_server():
 def test_no_two_clusters_have_the_same_keys_and_no_secret_is_printed():
     keys, others = Keys.make(), Keys.make()
     assert not {keys.public, keys.secret} & {others.public, others.secret}
-    shown = repr(keys)
-    assert keys.public in shown
-    assert keys.secret not in shown
-    assert keys.client_secret not in shown
+    visible = repr(keys)
+    assert keys.public in visible
+    assert keys.secret not in visible
+    assert keys.client_secret not in visible
 
 
 def test_a_file_of_keys_is_for_its_owner_alone_and_reads_back(tmp_path):

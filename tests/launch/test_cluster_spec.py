@@ -91,13 +91,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("jobs", "said"), FAULTS.values(), ids=FAULTS)
-def test_a_cluster_that_is_not_right_is_refused_by_name(jobs, said):
+@pytest.mark.parametrize(("jobs", "message"), FAULTS.values(), ids=FAULTS)
+def test_a_cluster_that_is_not_right_is_refused_by_name(jobs, message):
     with pytest.raises(ClusterError) as caught:
         ClusterSpec(jobs)
-    for part in said:
+    for part in message:
         assert part in str(caught.value)
-    assert len(str(caught.value).splitlines()) == len(said)
+    assert len(str(caught.value).splitlines()) == len(message)
 
 
 @pytest.mark.parametrize("jobs", [None, ["a:1"], {"worker": "a:1", "ps": ["b:1"]}, {"worker": 3}])

@@ -98,18 +98,18 @@ def test_ranks_that_others_start_learn_which_failed_and_where(tmp_path, how, fai
         processes = started([PROGRAM, str(folder), how, str(fails)])
         results = ended(processes)
         pid = processes[fails].pid
-        said = [text for _, text in results if f"meshwright: rank {fails} of 2" in text]
-        assert said, results
-        assert re.search(rf"rank {fails} of 2 \(host \S+, pid {pid}\) {says}", said[0])
+        messages = [text for _, text in results if f"meshwright: rank {fails} of 2" in text]
+        assert messages, results
+        assert re.search(rf"rank {fails} of 2 \(host \S+, pid {pid}\) {says}", messages[0])
         assert not any(f"meshwright: rank {1 - fails} of 2" in text for _, text in results), results
-        seen = json.loads((folder / "seen").read_text())
-        assert (seen["rank"], seen["pid"]) == (fails, pid)
+        actual = json.loads((folder / "seen").read_text())
+        assert (actual["rank"], actual["pid"]) == (fails, pid)
         assert results[1 - fails][0] == 1
         assert (folder / f"left{1 - fails}").exists()  # its ``finally`` block has run
         if how in ("raise", "gil"):
-            assert "grouped.py" in seen["stack"]
+            assert "grouped.py" in actual["stack"]
         assert within(10.0, lambda: not companions_of([p.pid for p in processes]))
-        return seen["at"] - json.loads((folder / "failed").read_text())
+        return actual["at"] - json.loads((folder / "failed").read_text())
 
     assert soon_enough(limit_s, tmp_path, named_after_s)
 

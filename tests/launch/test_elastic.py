@@ -54,9 +54,9 @@ def run(
 
 def result(folder: Path) -> np.ndarray:
     """The weights at the end of a run, in which every row was trained on once in every epoch."""
-    found = json.loads((folder / "result.json").read_text())
-    assert found["visits"] == [EPOCHS] * ROWS
-    return np.array(found["weights"], "f")
+    output = json.loads((folder / "result.json").read_text())
+    assert output["visits"] == [EPOCHS] * ROWS
+    return np.array(output["weights"], "f")
 
 
 def starts(folder: Path) -> list[dict[str, Any]]:
@@ -217,8 +217,8 @@ def test_a_host_that_comes_is_taken_in_and_those_that_leave_or_are_lost_are_not_
 
     def host(after_starts: int) -> subprocess.Popen[bytes]:
         _wait_for_starts(tmp_path, after_starts)
-        with (tmp_path / f"stderr{len(hosts)}").open("w") as said:
-            hosts.append(subprocess.Popen(command, stderr=said))
+        with (tmp_path / f"stderr{len(hosts)}").open("w") as stderr:
+            hosts.append(subprocess.Popen(command, stderr=stderr))
         return hosts[-1]
 
     try:
@@ -256,8 +256,8 @@ def test_the_first_host_is_replaced_by_hosts_that_are_listed_later(
     options = ["--processes", "1", "--devices", "1", "--nodes", "1:2", "--stall-timeout", "2"]
     options += ["--host-discovery-script", str(script)]
     command = [sys.executable, "-m", "meshwright.cli", "launch", *options, PROGRAM, str(tmp_path)]
-    with (tmp_path / "stderr").open("w") as said:
-        launcher = subprocess.Popen(command, stderr=said)
+    with (tmp_path / "stderr").open("w") as stderr:
+        launcher = subprocess.Popen(command, stderr=stderr)
     try:
         _wait_for_starts(tmp_path, 1)
         listed.write_text("127.0.0.1\n127.0.0.2\nlocalhost\n")
@@ -351,15 +351,15 @@ def test_numbers_that_contradict_each_other_are_refused(tmp_path):
     ],
 )
 def test_two_numbers_on_the_command_line_make_a_group_elastic(monkeypatch, arguments, expected):
-    seen = list[GroupOptions]()
+    actual = list[GroupOptions]()
 
     def run(_: Any, options: GroupOptions) -> int:
-        seen.append(options)
+        actual.append(options)
         return 0
 
     monkeypatch.setattr("meshwright.launch.group.run_group", run)
     assert CliRunner().invoke(main, ["launch", *arguments, "train.py"]).exit_code == 0
-    assert {name: getattr(seen[0], name) for name in expected} == expected
+    assert {name: getattr(actual[0], name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -417,12 +417,12 @@ def test_a_mesh_whose_other_axes_do_not_divide_is_not_resized():
 
 def test_only_a_rank_that_the_others_wait_for_is_slow():
     def named(*sections: tuple[str, str]) -> list[int]:
-        watch, found = Stragglers(window_s=10.0), []
+        watch, result = Stragglers(window_s=10.0), []
         for at in range(200):
             now = sections[at % len(sections)]
             ranks = [Seen(r, Progress(section, at)) for r, section in enumerate(now)]
-            found.append(watch.look(ranks, at * 0.1))
-        return [straggler.rank for straggler in found if straggler]
+            result.append(watch.look(ranks, at * 0.1))
+        return [straggler.rank for straggler in result if straggler]
 
     assert named(("step", "input")) == [1]  # once
     assert named(("step", "input"), ("input", "step")) == []

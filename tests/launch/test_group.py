@@ -79,21 +79,21 @@ def test_the_others_learn_which_process_failed_and_where(
     def named_after_s(folder: Path) -> float:
         assert grouped(folder, how, fails) == code
         out, err = capfd.readouterr()
-        seen = json.loads((folder / "seen").read_text())
-        assert seen["rank"] == fails
+        actual = json.loads((folder / "seen").read_text())
+        assert actual["rank"] == fails
         assert (folder / f"left{1 - fails}").exists()  # its ``finally`` block has run
-        pid, text = seen["pid"], seen["text"]
+        pid, text = actual["pid"], actual["text"]
         assert re.search(rf"rank {fails} of 2 \(host \S+, pid {pid}\) {says}", text)
         own = [line for line in err.splitlines() if line.startswith("meshwright launch: ")]
         assert f"pid {pid}" in own[0]
         assert "meshwright.errors.ProcessError" in out
         if how in ("raise", "gil"):
-            assert "grouped.py" in seen["stack"]
-            assert "fail" in seen["stack"]
+            assert "grouped.py" in actual["stack"]
+            assert "fail" in actual["stack"]
         if how == "raise":
             assert err.rstrip().endswith("OSError: a file of rows is damaged")
         assert all_gone([pid])()
-        return seen["at"] - json.loads((folder / "failed").read_text())
+        return actual["at"] - json.loads((folder / "failed").read_text())
 
     assert soon_enough(limit_s, tmp_path, named_after_s)
 
@@ -259,10 +259,10 @@ def test_a_board_that_is_being_written_is_never_read_as_empty(tmp_path):
         assert writer.stdout is not None
         writer.stdout.readline()
         try:
-            seen = {(p.section, p.since_s > 0, p.pid) for p in map(read_board, [path] * 20_000)}
+            actual = {(p.section, p.since_s > 0, p.pid) for p in map(read_board, [path] * 20_000)}
         finally:
             writer.kill()
-    assert seen <= {("launch", True, 0), ("step", True, writer.pid)}
+    assert actual <= {("launch", True, 0), ("step", True, writer.pid)}
 
 
 KERAS = (

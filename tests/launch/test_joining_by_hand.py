@@ -41,9 +41,9 @@ PROGRAM = """
 
 def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
+    ports = [socket.getsockname()[1] for socket in sockets]
+    for bound in sockets:
+        bound.close()
     return ports
 
 
@@ -119,9 +119,9 @@ def told_by_slurm() -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("tell", [told_by_tf_config, told_by_slurm], ids=["TF_CONFIG", "Slurm"])
 def test_every_task_joins_and_the_sum_is_right(start, tell):
-    told = tell()
-    others = [start(told[task]) for task in ("worker:1", "ps:0", "worker:0")]
-    chief = start(told["chief:0"])
+    events = tell()
+    others = [start(events[task]) for task in ("worker:1", "ps:0", "worker:0")]
+    chief = start(events["chief:0"])
     out, err = chief.communicate(timeout=90)
     assert out == "15.0\n", err
     assert chief.returncode == 0

@@ -34,15 +34,15 @@ Make = Callable[..., Reporting]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Reporting] = []
+    clusters: list[Reporting] = []
 
     def make_one(*counts: int, then: str = "", **options: object) -> Reporting:
         env = {"REPORTS": str(tmp_path), "THEN": then}
-        made.append(Reporting(*counts, env=env, **options))  # type: ignore[arg-type]
-        return made[-1]
+        clusters.append(Reporting(*counts, env=env, **options))  # type: ignore[arg-type]
+        return clusters[-1]
 
     yield make_one
-    for cluster in made:
+    for cluster in clusters:
         cluster.close(grace_s=0.0)
     assert not any(is_there(int(report.read_text())) for report in tmp_path.iterdir())
 
@@ -148,14 +148,14 @@ def test_a_task_that_dies_again_and_again_is_given_up_with_its_last_lines(make, 
     with pytest.raises(TaskError) as caught:
         cluster.check()
     assert caught.value.task == "worker:0"
-    said = str(caught.value)
-    assert said.startswith("worker:0 has ended (exit code 1) after 2 restarts. Its last lines:")
-    assert said.endswith("RuntimeError: no such luck")
+    message = str(caught.value)
+    assert message.startswith("worker:0 has ended (exit code 1) after 2 restarts. Its last lines:")
+    assert message.endswith("RuntimeError: no such luck")
     assert what(cluster, "ps:0") == ["started"]
     cluster.close()
-    shown = capfd.readouterr().err
-    assert shown.count("[worker:0] RuntimeError: no such luck\n") == 3
-    assert "[worker:0] has ended again (exit code 1), and is given up\n" in shown
+    visible = capfd.readouterr().err
+    assert visible.count("[worker:0] RuntimeError: no such luck\n") == 3
+    assert "[worker:0] has ended again (exit code 1), and is given up\n" in visible
 
 
 def test_a_server_is_not_started_again_where_that_is_not_wanted(make):
@@ -233,8 +233,8 @@ def test_logs_come_with_the_tasks_name_or_not_at_all(make, tmp_path, capfd):
         cluster = make(1, 1, then=told, logs=logs)
         wait_for(tmp_path, "worker.0.said", "ps.0.said")
         cluster.close()
-        shown = capfd.readouterr().err.splitlines()
-        assert sorted(shown) == (
+        visible = capfd.readouterr().err.splitlines()
+        assert sorted(visible) == (
             ["[ps:0] and stderr", "[ps:0] from ps:0"]
             + ["[worker:0] and stderr", "[worker:0] from worker:0"]
             if logs

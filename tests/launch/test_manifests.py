@@ -31,8 +31,8 @@ def schema(kind: str) -> Any:
 
 
 def job(**more: Any) -> Job:
-    asked = {"nodes": 2, "processes": 4, "gpus": 8, "image": "registry/train:1", **more}
-    return Job(("train.py", "--epochs", "3"), **asked)
+    settings = {"nodes": 2, "processes": 4, "gpus": 8, "image": "registry/train:1", **more}
+    return Job(("train.py", "--epochs", "3"), **settings)
 
 
 @pytest.mark.parametrize(

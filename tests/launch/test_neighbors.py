@@ -70,7 +70,7 @@ def test_all_get_the_same_sums_in_place_or_not(count, sizes, monkeypatch):
     monkeypatch.setattr(neighbors, "_WINDOW", 1 << 20)
     draw = np.random.default_rng(count)
     values = [[draw.normal(size=size).astype("f") for size in sizes] for _ in range(count)]
-    wanted = [sum(value[i].astype("d") for value in values) for i in range(len(sizes))]
+    expected = [sum(value[i].astype("d") for value in values) for i in range(len(sizes))]
     with group(count) as members:
         for targets in ([[np.zeros_like(v) for v in own] for own in values], values):
             errors = in_threads(
@@ -81,7 +81,7 @@ def test_all_get_the_same_sums_in_place_or_not(count, sizes, monkeypatch):
             )
             assert errors == [None] * count
             for sums in targets:
-                for total, first, right in zip(sums, targets[0], wanted, strict=True):
+                for total, first, right in zip(sums, targets[0], expected, strict=True):
                     np.testing.assert_array_equal(total, first)
                     np.testing.assert_allclose(total, right, rtol=1e-5, atol=1e-5)
 
@@ -120,9 +120,9 @@ def test_one_that_sums_something_else_or_ends_is_an_error_in_the_others():
 def test_processes_of_one_host_train_in_shared_memory_as_through_gloo(capfd):
     assert run_group([PROGRAM], GroupOptions(2)) == 0
     text = capfd.readouterr().out
-    found = re.findall(r"^\[rank:(\d)\] (shared|apart) (.*)$", text, re.MULTILINE)
-    assert {(rank, way) for rank, way, _ in found} == set(product("01", ("shared", "apart")))
-    assert len({losses for *_, losses in found}) == 1, found
+    matches = re.findall(r"^\[rank:(\d)\] (shared|apart) (.*)$", text, re.MULTILINE)
+    assert {(rank, way) for rank, way, _ in matches} == set(product("01", ("shared", "apart")))
+    assert len({losses for *_, losses in matches}) == 1, matches
     assert "[rank:0] refused: rank 1 has ended while gradients were summed" in text
 
 

@@ -83,7 +83,7 @@ def test_no_task_is_left_after(begin, then, number, code, tracebacks, short):
 
 def test_the_folder_of_a_program_that_was_killed_is_removed_by_the_next(short, monkeypatch):
     monkeypatch.setattr(private_folder.tempfile, "gettempdir", lambda: str(short))
-    held = private_folder.PrivateFolder()
+    private = private_folder.PrivateFolder()
     code = textwrap.dedent(
         f"""
         import os
@@ -93,16 +93,18 @@ def test_the_folder_of_a_program_that_was_killed_is_removed_by_the_next(short, m
         os._exit(0)
         """
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    left = Path(done.stdout.strip())
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    left = Path(result.stdout.strip())
     assert left.is_dir()
     assert left.parent == short
     private_folder.PrivateFolder().remove()
     assert left.exists()  # it might be one that is just being made
-    for folder in (left, held.path):
+    for folder in (left, private.path):
         os.utime(folder, (time.time() - 1000, time.time() - 1000))
     private_folder.PrivateFolder().remove()
     assert not left.exists()
-    assert held.path.exists()
-    held.remove()
+    assert private.path.exists()
+    private.remove()
     assert list(short.iterdir()) == []

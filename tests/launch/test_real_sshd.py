@@ -137,12 +137,12 @@ def test_the_program_of_each_host_saves_and_ends_with_the_launcher_that_was_kill
 
 def _running(argument: str) -> list[int]:
     """The processes that have this argument."""
-    found = []
+    results = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if argument.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
+                results.append(int(folder.name))
+    return results
 
 
 def test_a_server_that_refuses_the_key_is_named_with_what_ssh_says(server, monkeypatch):

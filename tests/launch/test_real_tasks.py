@@ -103,15 +103,15 @@ def test_who_has_other_keys_gets_nothing():
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 def test_an_address_that_is_taken_is_named_with_its_task(tmp_path, kind):
-    wanted = f"ipc://{tmp_path / 'ps'}" if kind == "ipc" else "tcp://127.0.0.1:*"
-    taken = Listener(wanted, None, task="somebody")
+    expected = f"ipc://{tmp_path / 'ps'}" if kind == "ipc" else "tcp://127.0.0.1:*"
+    taken = Listener(expected, None, task="somebody")
     spec = {"chief": ["ipc:///x/c"], "worker": ["ipc:///x/w"], "ps": [taken.address]}
     variables = {
         "MESHWRIGHT_CLUSTER": ClusterSpec(spec).to_json(),
         "MESHWRIGHT_TASK": "ps:0",
     }
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "meshwright.ps.task"],
             env={**os.environ, **variables},
             capture_output=True,
@@ -120,6 +120,6 @@ def test_an_address_that_is_taken_is_named_with_its_task(tmp_path, kind):
         )
     finally:
         taken.close()
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"Error: ps:0 cannot listen at {taken.address}: address")
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"Error: ps:0 cannot listen at {taken.address}: address")
+    assert "Traceback" not in result.stderr

@@ -162,13 +162,13 @@ def test_when_the_cable_is_cut_both_sides_name_the_other_and_end(two_hosts, tmp_
         name = two_hosts[1][3]
         _run("ip", "-n", name, "link", "set", "mwb", "down")
         cut_s = time.monotonic()
-        said = [host.communicate(timeout=60)[0] for host in hosts]
+        outputs = [host.communicate(timeout=60)[0] for host in hosts]
         took_s = time.monotonic() - cut_s
     finally:
         for host in hosts:
             host.kill()
             host.communicate()
-    assert [host.returncode for host in hosts] == [1, 1], said
-    assert re.search(r"rank 1 of 2 \(host nodeb\) is out of reach: .* silent for 2 s", said[0])
-    assert "is out of reach: the agent at 10.77.0.1:7777 is silent" in said[1]
+    assert [host.returncode for host in hosts] == [1, 1], outputs
+    assert re.search(r"rank 1 of 2 \(host nodeb\) is out of reach: .* silent for 2 s", outputs[0])
+    assert "is out of reach: the agent at 10.77.0.1:7777 is silent" in outputs[1]
     assert took_s < 2 + 5 + 8  # to be named, for finally blocks in vain, and a busy host

@@ -202,11 +202,11 @@ WRONG_STEPS = {
 }
 
 
-@pytest.mark.parametrize(("variables", "jobs", "said"), WRONG_STEPS.values(), ids=WRONG_STEPS)
-def test_a_slurm_step_that_is_not_right_is_refused_by_name(variables, jobs, said):
+@pytest.mark.parametrize(("variables", "jobs", "message"), WRONG_STEPS.values(), ids=WRONG_STEPS)
+def test_a_slurm_step_that_is_not_right_is_refused_by_name(variables, jobs, message):
     with pytest.raises(ClusterError) as caught:
         SlurmResolver(jobs, environment=variables)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 POD = {
@@ -243,20 +243,20 @@ WRONG_PODS = {
 
 
 @pytest.mark.parametrize(
-    ("resolver", "variables", "said"),
+    ("resolver", "variables", "message"),
     [
-        pytest.param(resolver, variables, said, id=f"{resolver.__name__}: {name}")
+        pytest.param(resolver, variables, message, id=f"{resolver.__name__}: {name}")
         for resolver, wrong in (
             (TFConfigResolver, WRONG_TF_CONFIGS),
             (KubernetesResolver, WRONG_PODS),
         )
-        for name, (variables, said) in wrong.items()
+        for name, (variables, message) in wrong.items()
     ],
 )
-def test_variables_that_are_not_right_are_refused_by_name(resolver, variables, said):
+def test_variables_that_are_not_right_are_refused_by_name(resolver, variables, message):
     with pytest.raises(ClusterError) as caught:
         resolver(variables)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert resolver is not TFConfigResolver or "TF_CONFIG" in str(caught.value)
 
 

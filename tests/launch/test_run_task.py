@@ -119,15 +119,15 @@ def test_an_interrupt_ends_a_task_without_a_word(entries):
 @pytest.mark.alone
 def test_a_task_says_what_is_wrong_in_one_message():
     wrong = {**os.environ, **told_by("worker", 2)}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "meshwright.ps.task"],
         env=wrong,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 1
-    assert done.stderr == (
+    assert result.returncode == 1
+    assert result.stderr == (
         "Error: worker:2 is not in the cluster: the indices of its workers are 0, 1.\n"
     )
 

@@ -54,9 +54,9 @@ def test_a_killed_task_is_named_by_the_others(cluster, tmp_path, fails):
         assert run.returncode != 0
         assert f"rank {fails} of 2" in run.stderr
         assert "was killed, or crashed in native code, after step 60" in run.stderr
-        seen = json.loads((folder / "seen").read_text())
-        assert seen["rank"] == fails
-        return seen["at"] - json.loads((folder / "failed").read_text())
+        actual = json.loads((folder / "seen").read_text())
+        assert actual["rank"] == fails
+        return actual["at"] - json.loads((folder / "failed").read_text())
 
     assert soon_enough(1.0, tmp_path, named_after_s)
 

@@ -79,7 +79,7 @@ def test_processes_that_were_started_ahead_get_the_variables_of_their_rank(
 def test_a_process_that_is_not_what_would_be_started_now_is_not_used(
     standbys, program, tmp_path, change
 ):
-    first = wanted = command(program)
+    first = expected = command(program)
     if change == "ended":
         Path(program).write_text("1 / 0")
     others = _children()
@@ -88,10 +88,10 @@ def test_a_process_that_is_not_what_would_be_started_now_is_not_used(
     if change == "program":
         os.utime(program, ns=(1, 1))
     if change == "command":
-        wanted = Command.of([*first.argv, "--epochs", "3"], dict(first.env))
+        expected = Command.of([*first.argv, "--epochs", "3"], dict(first.env))
     if change == "ended":
         assert within(20, lambda: not is_there(pid))
-    assert standbys.take(0, wanted, program, {}) is None
+    assert standbys.take(0, expected, program, {}) is None
 
 
 def _children() -> set[int]:

@@ -52,9 +52,9 @@ def test_lines_do_not_depend_on_how_they_come_in_pieces(data, sizes):
 
 def test_a_line_without_an_end_does_not_grow_for_ever():
     lines = Lines()
-    told = [line for _ in range(40) for line in lines.feed(b"x" * 50_000)]
-    assert sum(map(len, told)) + sum(map(len, lines.rest())) == 2_000_000
-    assert max(map(len, told)) < 1_200_000
+    output = [line for _ in range(40) for line in lines.feed(b"x" * 50_000)]
+    assert sum(map(len, output)) + sum(map(len, lines.rest())) == 2_000_000
+    assert max(map(len, output)) < 1_200_000
 
 
 @pytest.mark.parametrize("show", [True, False])
@@ -72,9 +72,9 @@ def test_the_output_of_tasks_comes_in_whole_lines_with_their_names(capfd, show):
     for end in ends.values():
         os.close(end)
     pump.close(timeout_s=5.0)
-    told = capfd.readouterr().err.splitlines()
+    output = capfd.readouterr().err.splitlines()
     expected = [f"[{name}] {turn} of {name}" for turn in range(200) for name in ends]
-    assert sorted(told) == (sorted([*expected, "[ps:0] no end of line"]) if show else [])
+    assert sorted(output) == (sorted([*expected, "[ps:0] no end of line"]) if show else [])
     assert pump.last_lines("ps:0")[-2:] == ["199 of ps:0", "no end of line"]
     assert pump.last_lines("worker:9") == []
 

@@ -48,9 +48,9 @@ def test_a_task_gets_its_own_part_of_the_keys(tmp_path):
 def test_a_cluster_over_hosts_needs_keys():
     with pytest.raises(ClusterError) as caught:
         settings_from(variables_of(TaskSettings(Task("ps", 0), REMOTE), None))
-    said = str(caught.value)
-    assert "other hosts can reach chief:0, worker:0, ps:0:" in said
-    assert "python -m meshwright.launch.new_keys FILE" in said
+    message = str(caught.value)
+    assert "other hosts can reach chief:0, worker:0, ps:0:" in message
+    assert "python -m meshwright.launch.new_keys FILE" in message
 
 
 def test_tasks_on_loopback_have_the_keys_of_their_user(monkeypatch, tmp_path):

@@ -97,11 +97,11 @@ def test_a_dim_is_a_value_that_gives_others():
     ],
 )
 def test_rules_are_one_value_however_they_are_written(rules):
-    found = DimRules(rules)
-    assert found == DimRules("batch:rows;hidden:cols")
-    assert str(found) == "batch:rows;hidden:cols"
-    assert pickle.loads(pickle.dumps(found)) == found
-    assert hash(found) == hash(DimRules(str(found)))
+    result = DimRules(rules)
+    assert result == DimRules("batch:rows;hidden:cols")
+    assert str(result) == "batch:rows;hidden:cols"
+    assert pickle.loads(pickle.dumps(result)) == result
+    assert hash(result) == hash(DimRules(str(result)))
 
 
 def test_two_axes_for_one_dim_are_an_error():
@@ -208,7 +208,7 @@ def test_a_slot_lies_as_its_parameter_that_has_names():
     slot = info("adam/velocity", role="slot", owner="ffn/kernel")
     factored = info("adafactor/rows", (6,), role="slot", owner="ffn/kernel", names=dims("d_ff"))
     placed = Placement.of(MESH, FFN, rules="d_ff:cols").place([slot, factored, info()])
-    assert [each.layout.specs for each in placed] == [
+    assert [variable.layout.specs for variable in placed] == [
         (UNSHARDED, "cols"),
         ("cols",),
         (UNSHARDED, "cols"),
@@ -406,22 +406,22 @@ TWO = "batch:rows;d_ff:rows+cols"
     ],
 )
 def test_a_dim_may_lie_along_several_axes(rules):
-    found = DimRules(rules)
-    assert str(found) == TWO
-    assert DimRules(str(found)) == DimRules(found) == found == pickle.loads(pickle.dumps(found))
-    assert (found.axes("batch"), found.axes("d_ff")) == (("rows",), ("rows", "cols"))
-    assert found.pieces("d_ff", MESH) == 8
-    layout = found.layout(as_dims("d_model:4 d_ff:16"), MESH)
+    result = DimRules(rules)
+    assert str(result) == TWO
+    assert DimRules(str(result)) == DimRules(result) == result == pickle.loads(pickle.dumps(result))
+    assert (result.axes("batch"), result.axes("d_ff")) == (("rows",), ("rows", "cols"))
+    assert result.pieces("d_ff", MESH) == 8
+    layout = result.layout(as_dims("d_model:4 d_ff:16"), MESH)
     assert layout == Layout([UNSHARDED, ("rows", "cols")], MESH)
     assert layout_of(info(sizes=(8, 16)), rules="d_ff:rows+cols") == layout
     with pytest.raises(DivisibilityError, match=r"axes 'rows' \(size 4\) and 'cols' \(size 2\)"):
-        found.layout(as_dims("d_ff:12"), MESH)
+        result.layout(as_dims("d_ff:12"), MESH)
     with pytest.raises(LayoutError, match="would both lie along axis 'rows'"):
-        found.layout(as_dims("batch:8 d_ff:16"))
+        result.layout(as_dims("batch:8 d_ff:16"))
     with pytest.raises(LayoutError, match="'planes' is not an axis of the mesh"):
         DimRules("d_ff:rows+planes").check(MESH)
     with pytest.raises(LayoutError, match=r"lies along 2 axes .* where one is supported"):
-        found.axis("d_ff")
+        result.axis("d_ff")
 
 
 def test_the_batch_follows_a_rule_of_several_axes():
@@ -433,7 +433,7 @@ def test_the_batch_follows_a_rule_of_several_axes():
 
 
 @pytest.mark.parametrize(
-    ("rules", "said"),
+    ("rules", "message"),
     [
         ({"d_ff": 4}, "received 'd_ff': 4"),
         ({"d_ff": None}, "received 'd_ff': None"),
@@ -441,20 +441,20 @@ def test_the_batch_follows_a_rule_of_several_axes():
         ({("d_ff",): "rows"}, r"received \('d_ff',\): 'rows'"),
     ],
 )
-def test_an_axis_that_is_no_text_is_a_type_error(rules, said):
-    with pytest.raises(TypeError, match=said) as caught:
+def test_an_axis_that_is_no_text_is_a_type_error(rules, message):
+    with pytest.raises(TypeError, match=message) as caught:
         DimRules(rules)
     assert isinstance(caught.value, LayoutError)
 
 
 @pytest.mark.parametrize(
-    ("rules", "said"),
+    ("rules", "message"),
     [
         ("d_ff:rows+", "has an empty axis next to"),
         ("d_ff:+rows", "has an empty axis next to"),
         ("d_ff:rows+rows", "names axis 'rows' more than once"),
     ],
 )
-def test_axes_that_are_not_there_or_twice(rules, said):
-    with pytest.raises(LayoutError, match=said):
+def test_axes_that_are_not_there_or_twice(rules, message):
+    with pytest.raises(LayoutError, match=message):
         DimRules(rules)

@@ -20,8 +20,8 @@ def rules(*patterns):
 
 
 def winner(patterns, *spellings):
-    found = find_layout(rules(*patterns), spellings)
-    return None if found is None else found.pattern
+    result = find_layout(rules(*patterns), spellings)
+    return None if result is None else result.pattern
 
 
 # Which rule wins
@@ -56,7 +56,7 @@ def test_patterns_that_name_paths_are_not_compared_with_every_path(monkeypatch):
     original = layout_map._with
     monkeypatch.setattr(layout_map, "_with", lambda *a: calls.append(a) or original(*a))
     winners = [finder.find([f"block_{n}/kernel", f"net.block_{n}.kernel"]) for n in range(2000)]
-    assert [found.pattern for found in winners] == patterns
+    assert [result.pattern for result in winners] == patterns
     assert len(calls) == 2 * 2000
 
 

@@ -117,15 +117,15 @@ def test_a_slot_lies_as_its_parameter_unless_its_dims_differ():
 
 
 def test_the_layers_own_argument_beats_a_pattern():
-    asked = Layout(["model", None])
-    (placed,) = place({"kernel": [None, "model"]}, info(asked=asked))
-    assert placed.layout == asked.on(MESH)
+    layout = Layout(["model", None])
+    (placed,) = place({"kernel": [None, "model"]}, info(asked=layout))
+    assert placed.layout == layout.on(MESH)
     assert placed.reason == "the layer's own argument"
 
 
 def test_the_layers_own_argument_and_a_rule_for_the_very_path_may_agree():
-    asked = Layout(["model", None])
-    assert layout_of({"dense.kernel": ["model", None]}, info(asked=asked)) == asked.on(MESH)
+    layout = Layout(["model", None])
+    assert layout_of({"dense.kernel": ["model", None]}, info(asked=layout)) == layout.on(MESH)
 
 
 @pytest.mark.parametrize("exact", ["dense/kernel", "dense.kernel", "feature.kernel"])

@@ -129,9 +129,9 @@ def test_recompute_computes_again_at_every_level(zero: int) -> None:
 
     def products(remat: str) -> float:
         step = of_program(program, rows, placement, mw.StepOptions(remat=remat))
-        found = model_flops(jax.make_jaxpr(step.train_step)(step.state, step.batch))
-        assert found is not None
-        return found / (2 * 8 * 64 * 64)
+        result = model_flops(jax.make_jaxpr(step.train_step)(step.state, step.batch))
+        assert result is not None
+        return result / (2 * 8 * 64 * 64)
 
     assert products("none") == 6 + 11  # nothing needs the gradient of the rows
     # The last product of a block makes its output, which is kept, and the block itself is not.
@@ -146,8 +146,8 @@ def test_selective_recompute_keeps_products_with_weights_and_drops_the_scores(ze
         for name in ("a", "b", "c"):
             h = x @ params[name]
             scores = jax.nn.softmax(jnp.einsum("btd,bsd->bts", h, h))
-            seen = jnp.einsum("bts,bsd->btd", scores, h)
-            x = mw.block_output(x + jnp.tanh(seen @ params[name]))
+            actual = jnp.einsum("bts,bsd->btd", scores, h)
+            x = mw.block_output(x + jnp.tanh(actual @ params[name]))
         return jnp.mean(x)
 
     params = {name: jax.ShapeDtypeStruct((32, 32), "float32") for name in "abc"}
@@ -157,9 +157,9 @@ def test_selective_recompute_keeps_products_with_weights_and_drops_the_scores(ze
 
     def products(remat: str) -> float:
         step = of_program(program, rows, placement, mw.StepOptions(remat=remat))
-        found = model_flops(jax.make_jaxpr(step.train_step)(step.state, step.batch))
-        assert found is not None
-        return found / (2 * 8 * 32 * 32 * 32)
+        result = model_flops(jax.make_jaxpr(step.train_step)(step.state, step.batch))
+        assert result is not None
+        return result / (2 * 8 * 32 * 32 * 32)
 
     # In each block scores, and what is seen by them, are of no weights.
     assert products("selective") == products("none") + 3 * 2

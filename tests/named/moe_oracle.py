@@ -160,15 +160,13 @@ def under(kind: str) -> Any:
 
 def numbers(*dims: str, seed: int = 0) -> list[Any]:
     random = np.random.default_rng(seed)
-    return [
-        random.normal(size=[d.size for d in mn.as_dims(each)]).astype("float32") for each in dims
-    ]
+    return [random.normal(size=[d.size for d in mn.as_dims(dim)]).astype("float32") for dim in dims]
 
 
 def named(arrays: Sequence[Any], dims: Sequence[str] = DIMS) -> list[mn.NamedArray]:
-    return [mn.named(array, each) for array, each in zip(arrays, dims, strict=True)]
+    return [mn.named(array, text) for array, text in zip(arrays, dims, strict=True)]
 
 
-def same(found: Any, wanted: Any) -> None:
-    for one, other in zip(found, wanted, strict=True):
+def same(actual: Any, expected: Any) -> None:
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(np.asarray(one), other, rtol=1e-4, atol=1e-4)

@@ -119,19 +119,19 @@ def check(case: Case, kind: str) -> None:
 
 def _check_values(case: Case, result: Any) -> None:
     """What the operation gives is what NumPy gives."""
-    found, wanted = _leaves(result), _several(case.numpy(*case.operands()))
-    assert len(found) == len(wanted)
-    for one, other in zip(map(np.asarray, found), wanted, strict=True):
+    actual, expected = _leaves(result), _several(case.numpy(*case.operands()))
+    assert len(actual) == len(expected)
+    for one, other in zip(map(np.asarray, actual), expected, strict=True):
         assert one.shape == np.shape(other)
         np.testing.assert_allclose(one, other, rtol=case.tolerance, atol=case.tolerance)
 
 
 def _check_layout(case: Case, rules: mn.BoundRules, compiled: Any, operands: Any) -> None:
     """Results lie where the rules say, and no operand is gathered."""
-    for found in _leaves(compiled(*operands)):
-        wanted = rules.layout(found.dims).sharding
-        lies = found.array.sharding
-        assert lies.is_equivalent_to(wanted, found.array.ndim), (lies, wanted)
+    for result in _leaves(compiled(*operands)):
+        expected = rules.layout(result.dims).sharding
+        lies = result.array.sharding
+        assert lies.is_equivalent_to(expected, result.array.ndim), (lies, expected)
     gathers = re.findall(r"^.* all-gather(?:-start)?\(.*$", compiled.as_text(), re.MULTILINE)
     assert not gathers or case.gathers, gathers
 
@@ -159,11 +159,11 @@ def _check_gradients(case: Case, operands: list[mn.NamedArray]) -> None:
         return
     slope = (numpy_at(1e-6) - numpy_at(-1e-6)) / 2e-6
     grads = jax.jit(jax.grad(weighed))([operands[i] for i in case.slopes])
-    found = sum(
+    actual = sum(
         float(np.sum(np.asarray(grad, "float64") * ways[i]))
         for i, grad in zip(case.slopes, grads, strict=True)
     )
-    assert abs(found - slope) <= case.slope_tolerance * max(abs(slope), 1.0), (found, slope)
+    assert abs(actual - slope) <= case.slope_tolerance * max(abs(slope), 1.0), (actual, slope)
 
 
 def _several(result: Any) -> list[Any]:

@@ -64,14 +64,14 @@ def attention(params: Any, x: Any, memory: Any, mask: Any) -> Any:
 
 
 def block(params: Any, x: Any, mask: Any, memory: Any = None, memory_mask: Any = None) -> Any:
-    seen = norm(params["attention_norm"], x)
-    x = x + attention(params["attention"], seen, seen, mask)
+    actual = norm(params["attention_norm"], x)
+    x = x + attention(params["attention"], actual, actual, mask)
     if memory is not None:
-        seen = norm(params["cross_norm"], x)
-        x = x + attention(params["cross"], seen, memory, memory_mask)
-    seen = norm(params["feed_forward_norm"], x)
+        actual = norm(params["cross_norm"], x)
+        x = x + attention(params["cross"], actual, memory, memory_mask)
+    actual = norm(params["feed_forward_norm"], x)
     kernels = params["feed_forward"]
-    return x + jax.nn.relu(seen @ kernels["up"]["kernel"]) @ kernels["down"]["kernel"]
+    return x + jax.nn.relu(actual @ kernels["up"]["kernel"]) @ kernels["down"]["kernel"]
 
 
 def blocks(params: Any, x: Any, *args: Any) -> Any:

@@ -135,12 +135,12 @@ OPTIONS = {
 def test_each_option_is_the_papers(options: dict[str, Any]) -> None:
     params = numbers(0)
     grads = [numbers(seed, size=10.0**-seed) for seed in (1, 2, 3)]
-    found, _ = run(adafactor(min_dim=8, **options), tree(params), [tree(g) for g in grads])
+    result, _ = run(adafactor(min_dim=8, **options), tree(params), [tree(g) for g in grads])
     for name, start in params.items():
         paper = Paper(start, min_dim=8, **options)
         for grad in grads:
             paper.step(grad[name])
-        np.testing.assert_allclose(found[name].array, paper.x, rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(result[name].array, paper.x, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.full_for("3-D")
@@ -150,12 +150,12 @@ def test_rules_change_no_value(kind: str) -> None:
     grads = [numbers(seed, EVEN) for seed in (1, 2)]
     with scope(kind):
         method = adafactor(min_dim=8, momentum=0.9)
-        found, state = run(method, tree(params), [tree(g) for g in grads])
+        result, state = run(method, tree(params), [tree(g) for g in grads])
     for name, start in params.items():
         paper = Paper(start, min_dim=8, momentum=0.9)
         for grad in grads:
             paper.step(grad[name])
-        np.testing.assert_allclose(found[name].array, paper.x, rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(result[name].array, paper.x, rtol=2e-5, atol=1e-6, err_msg=name)
     assert state.count == 2
 
 
@@ -171,10 +171,10 @@ def test_slots_are_split_with_their_parameter(kind: str, jit: bool, names: list[
         init = jax.jit(method.init)(params) if jit else method.init(params)
         step = jax.jit(method.update) if jit else method.update
         changes, state = step(grads, init, params)
-        for each in (init[1:], state[1:], changes):
-            for slot in named_leaves(each):
-                lies, wanted = slot.array.sharding, mn.layout_of(slot.dims).sharding
-                assert lies.is_equivalent_to(wanted, slot.array.ndim), (slot.dims, lies)
+        for slots in (init[1:], state[1:], changes):
+            for slot in named_leaves(slots):
+                lies, expected = slot.array.sharding, mn.layout_of(slot.dims).sharding
+                assert lies.is_equivalent_to(expected, slot.array.ndim), (slot.dims, lies)
 
 
 def named_leaves(tree: Any) -> list[mn.NamedArray]:
@@ -217,13 +217,13 @@ def test_a_stack_trains_as_its_parameters_do_one_by_one() -> None:
         return {"w": mn.named(x, "layers:3 io:8 hidden:16")}
 
     method = adafactor(min_dim=2, stacked="layers")
-    found, state = run(method, name(start), [name(g) for g in grads])
+    result, state = run(method, name(start), [name(g) for g in grads])
     assert state.rows["w"].shape == {"layers": 3, "io": 8}
     for layer in range(3):
         paper = Paper(start[layer], min_dim=2)
         for grad in grads:
             paper.step(grad[layer])
-        np.testing.assert_allclose(found["w"].array[layer], paper.x, rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(result["w"].array[layer], paper.x, rtol=2e-5, atol=1e-6)
 
 
 def test_equals_optax_where_the_definitions_agree() -> None:
@@ -231,23 +231,23 @@ def test_equals_optax_where_the_definitions_agree() -> None:
     grads = [numbers(seed) for seed in (1, 2, 3)]
     theirs = optax.adafactor(0.1, min_dim_size_to_factor=8, momentum=0.9, weight_decay_rate=0.01)
     ours = adafactor(0.1, min_dim=8, momentum=0.9, weight_decay=0.01)
-    wanted, _ = run(theirs, jax.tree.map(jnp.asarray, params), grads)
-    found, _ = run(ours, tree(params), [tree(g) for g in grads])
+    expected, _ = run(theirs, jax.tree.map(jnp.asarray, params), grads)
+    result, _ = run(ours, tree(params), [tree(g) for g in grads])
     for name in DIMS:
-        np.testing.assert_allclose(found[name].array, wanted[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result[name].array, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_schedule_counts_from_zero_as_optax_has_it() -> None:
     params, grads = numbers(0, FEW), [numbers(1, FEW), numbers(2, FEW)]
     schedule = optax.linear_schedule(0.0, 1.0, 4)
-    wanted, _ = run(
+    expected, _ = run(
         optax.adafactor(schedule, min_dim_size_to_factor=8),
         jax.tree.map(jnp.asarray, params),
         grads,
     )
-    found, _ = run(adafactor(schedule, min_dim=8), tree(params), [tree(g) for g in grads])
+    result, _ = run(adafactor(schedule, min_dim=8), tree(params), [tree(g) for g in grads])
     for name in FEW:
-        np.testing.assert_allclose(found[name].array, wanted[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result[name].array, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_optax_chains_it() -> None:
@@ -255,10 +255,10 @@ def test_optax_chains_it() -> None:
     both = optax.chain(optax.clip_by_global_norm(1e-3), adafactor(min_dim=8))
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
     clipped = jax.tree.map(lambda g: g * (1e-3 / norm), grads)
-    found, _ = run(both, params, [grads])
-    wanted, _ = run(adafactor(min_dim=8), params, [clipped])
+    result, _ = run(both, params, [grads])
+    expected, _ = run(adafactor(min_dim=8), params, [clipped])
     for name in FEW:
-        np.testing.assert_allclose(found[name].array, wanted[name].array, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(result[name].array, expected[name].array, rtol=1e-5, atol=1e-7)
 
 
 def test_half_precision_parameters_have_slots_in_float32() -> None:
@@ -272,16 +272,16 @@ def test_half_precision_parameters_have_slots_in_float32() -> None:
 def test_a_gradient_of_zero_moves_nothing() -> None:
     params = tree(numbers(0, FEW))
     zero = jax.tree.map(jnp.zeros_like, params)
-    found, _ = run(adafactor(min_dim=8), params, [zero, zero])
+    result, _ = run(adafactor(min_dim=8), params, [zero, zero])
     for name in FEW:
-        np.testing.assert_array_equal(found[name].array, params[name].array)
+        np.testing.assert_array_equal(result[name].array, params[name].array)
 
 
 def test_a_parameter_of_zero_moves_away_from_it() -> None:
     params = jax.tree.map(jnp.zeros_like, tree(numbers(0, FEW)))
-    found, _ = run(adafactor(min_dim=8), params, [tree(numbers(1, FEW))])
+    result, _ = run(adafactor(min_dim=8), params, [tree(numbers(1, FEW))])
     for name in FEW:
-        assert rms(np.asarray(found[name].array)) == pytest.approx(1e-5, rel=0.2)
+        assert rms(np.asarray(result[name].array)) == pytest.approx(1e-5, rel=0.2)
 
 
 class TestOptaxNeedsNothing:
@@ -290,12 +290,12 @@ class TestOptaxNeedsNothing:
     @pytest.mark.parametrize("jit", [True, full(False)])
     def test_adam_under_two_dimensional_rules_equals_one_device(self, jit: bool) -> None:
         params, grads = numbers(0, EVEN), [numbers(1, EVEN), numbers(2, EVEN)]
-        wanted, _ = run(optax.adam(0.1), jax.tree.map(jnp.asarray, params), grads)
+        expected, _ = run(optax.adam(0.1), jax.tree.map(jnp.asarray, params), grads)
         with scope("2-D"):
-            found, state = run(optax.adam(0.1), tree(params), [tree(g) for g in grads], jit)
+            result, state = run(optax.adam(0.1), tree(params), [tree(g) for g in grads], jit)
             for name in EVEN:
-                np.testing.assert_allclose(found[name].array, wanted[name], rtol=1e-5, atol=1e-6)
-            for part in (found, state[0].mu, state[0].nu):
+                np.testing.assert_allclose(result[name].array, expected[name], rtol=1e-5, atol=1e-6)
+            for part in (result, state[0].mu, state[0].nu):
                 for name in EVEN:
                     lies = part[name].array.sharding
                     here = mn.layout_of(DIMS[name]).sharding
@@ -305,11 +305,11 @@ class TestOptaxNeedsNothing:
     def test_sgd_with_momentum_as_well(self) -> None:
         params, grads = numbers(0, EVEN), [numbers(1, EVEN), numbers(2, EVEN)]
         method = optax.sgd(0.1, momentum=0.9)
-        wanted, _ = run(method, jax.tree.map(jnp.asarray, params), grads)
+        expected, _ = run(method, jax.tree.map(jnp.asarray, params), grads)
         with scope("2-D"):
-            found, _ = run(method, tree(params), [tree(g) for g in grads])
+            result, _ = run(method, tree(params), [tree(g) for g in grads])
         for name in EVEN:
-            np.testing.assert_allclose(found[name].array, wanted[name], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(result[name].array, expected[name], rtol=1e-5, atol=1e-6)
 
 
 class TestProgram:

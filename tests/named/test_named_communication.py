@@ -68,12 +68,12 @@ def all_reduced(compiled: Any, axes: dict[str, int]) -> tuple[Counter[str], Coun
     """
     arrays: Counter[str] = Counter()
     scalars: Counter[str] = Counter()
-    for each in read_collectives(compiled.as_text(), tuple(axes.items())):
-        halves = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}[each.kind]
-        for array in each.arrays:
-            found = arrays if array.dims else scalars
-            found["+".join(each.axes)] += halves * array.elements * (each.count or 1)
-    assert not any(twice % 2 for found in (arrays, scalars) for twice in found.values())
+    for collective in read_collectives(compiled.as_text(), tuple(axes.items())):
+        halves = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}[collective.kind]
+        for array in collective.arrays:
+            result = arrays if array.dims else scalars
+            result["+".join(collective.axes)] += halves * array.elements * (collective.count or 1)
+    assert not any(twice % 2 for result in (arrays, scalars) for twice in result.values())
     return tuple(Counter({a: n // 2 for a, n in c.items()}) for c in (arrays, scalars))  # type: ignore[return-value]
 
 
@@ -88,11 +88,11 @@ def closed_form(layout: str, of_x: bool) -> Counter[str]:
     sums = [("io", held("batch", "hidden")), ("hidden", held("batch", "io"))]  # x w, and h v
     sums += [("io", held("batch", "hidden")), ("batch", 2 * held("io", "hidden"))]  # dh; dw, dv
     sums += [("hidden", held("batch", "io"))] if of_x else []
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for dim, elements in sums:
         if (axis := rules.axis(dim)) is not None:
-            found[axis] += elements
-    return found
+            result[axis] += elements
+    return result
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -116,10 +116,10 @@ def test_without_the_gradient_of_x_its_half_is_gone(layout):
 
 
 def test_the_same_loss_and_gradients_in_all_layouts():
-    _, wanted = gradient("one device", of_x=True)
+    _, expected = gradient("one device", of_x=True)
     for layout in LAYOUTS:
-        _, found = gradient(layout, of_x=True)
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        _, result = gradient(layout, of_x=True)
+        for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
@@ -142,9 +142,11 @@ def test_a_renamed_product_scatters_its_sums_and_gathers_what_it_needs():
         params = {"w": made("io hidden", 1), "v": made("hidden io", 2)}
         x = mn.rename(made("batch io", 3), "batch", "rows")
         compiled = jax.jit(jax.grad(in_rows, (0, 1))).lower(params, x).compile()
-    found = read_collectives(compiled.as_text(), (("all", 8),))
+    collectives = read_collectives(compiled.as_text(), (("all", 8),))
     whole = SIZES["batch"] * SIZES["io"]
-    exchanged = sorted((each.kind, sum(a.elements for a in each.arrays)) for each in found)
+    exchanged = sorted(
+        (collective.kind, sum(a.elements for a in collective.arrays)) for collective in collectives
+    )
     # x and the gradient of y are gathered, y and the gradient of x are scattered
     assert exchanged == [*[("all-gather", whole)] * 2, *[("reduce-scatter", whole)] * 2]
 

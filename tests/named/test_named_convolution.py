@@ -269,8 +269,12 @@ def moved(
         gradient = jax.grad(lambda both: jnp.sum(jnp.sin(forward(both).array)))
         function = jax.jit(gradient if backwards else forward)
         text = function.lower((x, kernel)).compile().as_text()
-    found = read_collectives(text or "", tuple(axes.items()))
-    return sorted((each.kind, each.axes, array.dims) for each in found for array in each.arrays)
+    collectives = read_collectives(text or "", tuple(axes.items()))
+    return sorted(
+        (collective.kind, collective.axes, array.dims)
+        for collective in collectives
+        for array in collective.arrays
+    )
 
 
 def edges(axis: str, *sizes: int) -> list[Any]:
@@ -295,16 +299,16 @@ def test_a_split_of_three_kinds_moves_what_the_mathematics_asks_for() -> None:
 
 
 def test_gradients_of_pieces_are_summed_without_their_edges() -> None:
-    found = moved("h:rows;hidden:cols", {"rows": 4, "cols": 2}, backwards=True)
+    result = moved("h:rows;hidden:cols", {"rows": 4, "cols": 2}, backwards=True)
     image, kernel = ("cols", (8, 4, 8, 8)), ("rows", (3, 3, 8, 4))
-    assert [each for each in found if each[0] == "all-reduce"] == [
+    assert [collective for collective in result if collective[0] == "all-reduce"] == [
         ("all-reduce", (axis,), sizes) for axis, sizes in (image, kernel)
     ]
 
 
 def test_corners_come_along() -> None:
-    found = moved("h:rows;w:cols", {"rows": 4, "cols": 2}, backwards=False)
-    assert found == [*edges("cols", 8, 6, 1, 8), *edges("rows", 8, 1, 4, 8)]
+    result = moved("h:rows;w:cols", {"rows": 4, "cols": 2}, backwards=False)
+    assert result == [*edges("cols", 8, 6, 1, 8), *edges("rows", 8, 1, 4, 8)]
 
 
 # Other laws
@@ -338,12 +342,12 @@ def test_same_is_what_xla_calls_same(stride: int) -> None:
     for size, taps in itertools.product([5, 6], [1, 2, 3, 4]):
         x, kernel = random.normal(size=[1, size, 2]), random.normal(size=[taps, 2, 2])
         x, kernel = jnp.asarray(x, "float32"), jnp.asarray(kernel, "float32")
-        wanted = jax.lax.conv_general_dilated(
+        expected = jax.lax.conv_general_dilated(
             x, kernel, [stride], "SAME", dimension_numbers=("NWC", "WIO", "NWC")
         )
         operands = mn.named(x, f"b:1 t:{size} io:2"), mn.named(kernel, f"taps:{taps} io:2 o:2")
-        found = c.conv1d(*operands, "t:taps", strides=stride)
-        np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-5, atol=1e-6)
+        result = c.conv1d(*operands, "t:taps", strides=stride)
+        np.testing.assert_allclose(np.asarray(result), expected, rtol=1e-5, atol=1e-6)
 
 
 def pair() -> tuple[mn.NamedArray, mn.NamedArray]:
@@ -359,15 +363,15 @@ def test_result_dims_stand_where_the_operands_had_them() -> None:
     first = mn.named(jnp.ones([2, 8, 4]), "io:2 t:8 batch:4")
     assert c.conv(first, kernel, "t:taps").dims == mn.as_dims("hidden:4 t:8 batch:4")
     times = mn.named(jnp.ones([2, 3, 5]), "io:2 taps:3 times:5")
-    found = c.depthwise_conv(first, times, "t:taps", padding="VALID")
-    assert found.dims == mn.as_dims("io:2 t:6 batch:4 times:5")
+    result = c.depthwise_conv(first, times, "t:taps", padding="VALID")
+    assert result.dims == mn.as_dims("io:2 t:6 batch:4 times:5")
 
 
 def test_without_windows_it_is_a_product() -> None:
     x, _ = pair()
     w = mn.named(jnp.arange(6.0).reshape(2, 3), "io:2 hidden:3")
-    found = c.conv(x, w, "")
-    np.testing.assert_allclose(np.asarray(found), np.asarray(mn.einsum([x, w])), rtol=1e-6)
+    result = c.conv(x, w, "")
+    np.testing.assert_allclose(np.asarray(result), np.asarray(mn.einsum([x, w])), rtol=1e-6)
 
 
 def test_element_types() -> None:
@@ -382,16 +386,16 @@ def test_element_types() -> None:
 
 def test_inside_vmap_scan_and_remat() -> None:
     x, kernel = pair()
-    wanted = np.asarray(c.conv(x, kernel, "t:taps"))
+    expected = np.asarray(c.conv(x, kernel, "t:taps"))
     with mn.rules("t:all", mw.create_mesh({"all": 8})):
         many = mn.named(jnp.stack([x.array] * 2), "many:2 batch:4 t:8 io:2")
-        each = jax.jit(jax.vmap(lambda one: c.conv(one, kernel, "t:taps")))(many)
-        np.testing.assert_allclose(each.array[1], wanted, rtol=1e-4, atol=1e-5)
+        y = jax.jit(jax.vmap(lambda one: c.conv(one, kernel, "t:taps")))(many)
+        np.testing.assert_allclose(y.array[1], expected, rtol=1e-4, atol=1e-5)
         body = jax.checkpoint(
             lambda total, one: (total + jnp.sum(c.conv(one, kernel, "t:taps").array), ())
         )
         total, _ = jax.jit(lambda many: jax.lax.scan(body, 0.0, many))(many)
-        np.testing.assert_allclose(total, 2 * wanted.sum(), rtol=1e-4)
+        np.testing.assert_allclose(total, 2 * expected.sum(), rtol=1e-4)
 
 
 def test_a_gradient_without_jit_is_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -407,16 +411,16 @@ def test_a_gradient_without_jit_is_compiled_once(caplog: pytest.LogCaptureFixtur
 
 def test_on_an_abstract_mesh_rules_are_checked_and_nothing_is_laid_out() -> None:
     x, kernel = pair()
-    wanted = np.asarray(c.conv(x, kernel, "t:taps"))
+    expected = np.asarray(c.conv(x, kernel, "t:taps"))
     with mn.rules("t:all", mw.Mesh({"all": 4})):
-        np.testing.assert_array_equal(np.asarray(c.conv(x, kernel, "t:taps")), wanted)
+        np.testing.assert_array_equal(np.asarray(c.conv(x, kernel, "t:taps")), expected)
         with pytest.raises(errors.DivisibilityError):
             c.conv(x, kernel, "t:taps", padding="VALID")
 
 
 def test_an_axis_of_one_device_splits_nothing() -> None:
     x, kernel = pair()
-    wanted = np.asarray(c.conv(x, kernel, "t:taps", padding="VALID"))
+    expected = np.asarray(c.conv(x, kernel, "t:taps", padding="VALID"))
     with mn.rules("t:rows;batch:cols", mw.create_mesh({"rows": 1, "cols": 4, "rest": 2})):
-        found = c.conv(x, kernel, "t:taps", padding="VALID")
-        np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-5)
+        result = c.conv(x, kernel, "t:taps", padding="VALID")
+        np.testing.assert_allclose(np.asarray(result), expected, rtol=1e-5)

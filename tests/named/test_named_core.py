@@ -20,11 +20,11 @@ import meshwright.named as mn
 
 
 def test_dims_from_texts_values_and_pairs():
-    wanted = (mn.Dim("batch", 64), mn.Dim("io", 16))
+    expected = (mn.Dim("batch", 64), mn.Dim("io", 16))
     for between in (" ", ";", ", ", ".", "\n", " ;, "):
-        assert mn.as_dims(f" batch:64{between}io:16{between}") == wanted
-    assert mn.as_dims([("batch", 64), mn.Dim("io", 16)]) == wanted
-    assert mn.as_dims(wanted[0]) == wanted[:1]
+        assert mn.as_dims(f" batch:64{between}io:16{between}") == expected
+    assert mn.as_dims([("batch", 64), mn.Dim("io", 16)]) == expected
+    assert mn.as_dims(expected[0]) == expected[:1]
     assert mn.as_dims("") == mn.as_dims([]) == ()
 
 
@@ -123,28 +123,28 @@ def test_jit_and_trees():
 def test_grad_value_and_grad_and_checkpoint():
     x, w = mn.named(counting(2, 3), "a:2 b:3"), mn.named(counting(3), "b:3")
     loss = lambda w: mn.reduce_sum(mn.square(x * w)).array  # noqa: E731
-    wanted = 2 * np.sum(np.asarray(x) ** 2, 0) * np.asarray(w)
+    expected = 2 * np.sum(np.asarray(x) ** 2, 0) * np.asarray(w)
     for function in (loss, jax.checkpoint(loss), jax.jit(loss)):
         gradient = jax.grad(function)(w)
         assert gradient.dims == w.dims
-        np.testing.assert_allclose(gradient, wanted)
+        np.testing.assert_allclose(gradient, expected)
         value, gradient = jax.value_and_grad(function)(w)
         np.testing.assert_allclose(value, np.sum((np.asarray(x) * np.asarray(w)) ** 2))
-        np.testing.assert_allclose(gradient, wanted)
+        np.testing.assert_allclose(gradient, expected)
 
 
 def test_vmap_and_scan_of_jax_take_the_leading_dim():
     x, w = mn.named(counting(2, 3), "a:2 b:3"), mn.named(counting(3), "b:3")
-    seen = []
+    observations = []
 
     def product(x: mn.NamedArray) -> Any:
-        seen.append(x.dims)
+        observations.append(x.dims)
         return mn.einsum([x, w], "").array
 
     np.testing.assert_allclose(jax.vmap(product)(x), np.asarray(x) @ np.asarray(w))
-    _, found = jax.lax.scan(lambda carry, x: (carry, product(x)), None, x)
-    np.testing.assert_allclose(found, np.asarray(x) @ np.asarray(w))
-    assert set(seen) == {mn.as_dims("b:3")}
+    _, result = jax.lax.scan(lambda carry, x: (carry, product(x)), None, x)
+    np.testing.assert_allclose(result, np.asarray(x) @ np.asarray(w))
+    assert set(observations) == {mn.as_dims("b:3")}
 
 
 def test_names_that_do_not_fit_any_more_are_found_out():

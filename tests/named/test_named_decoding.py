@@ -63,13 +63,13 @@ def states_of(table: Any, more: str = "") -> Any:
 
 def sequences(end: int | None) -> list[tuple[int, ...]]:
     """All that end, at their end, and all of the whole length that do not."""
-    found = []
+    results = []
     for size in range(1, LENGTH + 1):
         for sequence in itertools.product(range(WORDS), repeat=size):
             inner = end not in sequence[:-1]
             if inner and (sequence[-1] == end or size == LENGTH):
-                found.append(sequence)
-    return found
+                results.append(sequence)
+    return results
 
 
 def padded(sequence: tuple[int, ...]) -> list[int]:
@@ -90,9 +90,9 @@ def searching(beams: int, how: Any) -> Any:
     )
 
 
-def search(tables: Tables, beams: int, given: Any = FREE, **how: Any) -> Any:
-    found = searching(beams, tuple(how.items()))(tables.table, given)
-    return tuple(np.asarray(x) for x in found)
+def search(tables: Tables, beams: int, forced: Any = FREE, **how: Any) -> Any:
+    result = searching(beams, tuple(how.items()))(tables.table, forced)
+    return tuple(np.asarray(x) for x in result)
 
 
 @functools.cache
@@ -100,8 +100,8 @@ def taking(how: Any) -> Any:
     return jax.jit(lambda table, given: decoding.greedy(step, states_of(table), given, **dict(how)))
 
 
-def greedy(tables: Tables, given: Any = FREE, **how: Any) -> np.ndarray:
-    return np.asarray(taking(tuple(how.items()))(tables.table, given))
+def greedy(tables: Tables, forced: Any = FREE, **how: Any) -> np.ndarray:
+    return np.asarray(taking(tuple(how.items()))(tables.table, forced))
 
 
 @pytest.mark.parametrize(("end", "alpha"), [(END, 0.6), (END, 0.0), (None, 1.0)])
@@ -112,8 +112,8 @@ def test_a_wide_beam_finds_the_best_of_all_sequences(end: int | None, alpha: flo
     for row in range(BATCH):
         ranked = sorted(sequences(end), key=lambda s: -score(tables, row, s, alpha))[:count]
         assert ids[row, :count].tolist() == [padded(s) for s in ranked]
-        wanted = [score(tables, row, s, alpha) for s in ranked]
-        np.testing.assert_allclose(scores[row, :count], wanted, rtol=1e-5)
+        expected = [score(tables, row, s, alpha) for s in ranked]
+        np.testing.assert_allclose(scores[row, :count], expected, rtol=1e-5)
 
 
 def narrow(tables: Tables, row: int, beams: int, alpha: float) -> list[tuple[float, list[int]]]:
@@ -139,9 +139,9 @@ def test_a_narrow_beam_is_that_of_lists(seed: int, stop_early: bool) -> None:
     tables = Tables(seed)
     ids, scores = search(tables, 2, end=END, stop_early=stop_early)
     for row in range(BATCH):
-        wanted = narrow(tables, row, 2, 0.6)
-        assert ids[row].tolist() == [s for _, s in wanted]
-        np.testing.assert_allclose(scores[row], [x for x, _ in wanted], rtol=1e-5)
+        expected = narrow(tables, row, 2, 0.6)
+        assert ids[row].tolist() == [s for _, s in expected]
+        np.testing.assert_allclose(scores[row], [x for x, _ in expected], rtol=1e-5)
 
 
 @pytest.mark.full
@@ -157,8 +157,8 @@ def test_a_loop_stops_when_nothing_better_can_come() -> None:
             return step(*args)
 
         states = states_of(tables.table, "beam:1")
-        found = decoding.beam_search(counted, states, FREE, "beam:1", end=END, **how)
-        jax.block_until_ready(found)
+        result = decoding.beam_search(counted, states, FREE, "beam:1", end=END, **how)
+        jax.block_until_ready(result)
         jax.effects_barrier()
         return len(count)
 
@@ -169,13 +169,13 @@ def test_a_loop_stops_when_nothing_better_can_come() -> None:
 def test_greedy_takes_the_likeliest_token_and_ends_with_zeros() -> None:
     for seed in range(3):
         tables = Tables(seed)
-        found = greedy(tables, end=END)
+        result = greedy(tables, end=END)
         for row in range(BATCH):
             sequence: tuple[int, ...] = ()
             while len(sequence) < LENGTH and sequence[-1:] != (END,):
                 longer = [(*sequence, token) for token in range(WORDS)]
                 sequence = max(longer, key=lambda s: tables.log_probability(row, s))
-            assert found[row].tolist() == padded(sequence)
+            assert result[row].tolist() == padded(sequence)
 
 
 def test_a_beam_of_one_is_greedy_where_nothing_ends() -> None:
@@ -185,12 +185,12 @@ def test_a_beam_of_one_is_greedy_where_nothing_ends() -> None:
 
 def test_tokens_that_are_given_stay_and_are_certain() -> None:
     tables = Tables()
-    given = mn.named(np.array([[1, -1, 2, -1], [-1, 0, -1, -1]]), f"batch:{BATCH} length:{LENGTH}")
-    for found in (
-        greedy(tables, given, end=END),
-        *np.moveaxis(search(tables, 2, given, end=END)[0], 1, 0),
+    forced = mn.named(np.array([[1, -1, 2, -1], [-1, 0, -1, -1]]), f"batch:{BATCH} length:{LENGTH}")
+    for result in (
+        greedy(tables, forced, end=END),
+        *np.moveaxis(search(tables, 2, forced, end=END)[0], 1, 0),
     ):
-        assert [found[0, 0], found[0, 2], found[1, 1]] == [1, 2, 0]
+        assert [result[0, 0], result[0, 2], result[1, 1]] == [1, 2, 0]
     free = decoding.forced(mn.named([[1, 2], [0, 0]], "batch:2 length:2"), LENGTH)
     ids, scores = search(tables, WORDS**2, free)
     for row, begin in enumerate(((1, 2), (0, 0))):
@@ -214,8 +214,8 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
     free = decoding.free("batch:2000", 2)
     draw = jax.jit(lambda key: decoding.greedy(step, (), free, temperature=0.5, key=key))
     counts = np.bincount(np.asarray(draw(jax.random.key(0))).ravel(), minlength=3) / 4000
-    wanted = chances**2 / (chances**2).sum()  # a temperature of a half
-    np.testing.assert_allclose(counts, wanted, atol=0.03)
+    expected = chances**2 / (chances**2).sum()  # a temperature of a half
+    np.testing.assert_allclose(counts, expected, atol=0.03)
 
 
 # Models.
@@ -234,15 +234,15 @@ def test_a_model_decodes_the_same_under_the_rules_of_the_paper() -> None:
         drawn = model.greedy(params, prompt, 8, temperature=1.0, key=jax.random.key(1))
         return drawn, *model.beam_search(params, prompt, 8, "beam:2", end=1)
 
-    wanted = jax.jit(decode)(params, prompt)
+    expected = jax.jit(decode)(params, prompt)
     with mn.rules(PAPER, mw.create_mesh({"rows": 4, "cols": 2})):
         is_named = lambda x: isinstance(x, mn.NamedArray)  # noqa: E731
         params = jax.tree.map(lambda x: mn.named(x.array, x.dims), params, is_leaf=is_named)
         compiled = jax.jit(decode).lower(params, mn.named(prompt, prompt.dims)).compile()
-        found = compiled(params, mn.named(prompt, prompt.dims))
-    for x, y in zip(found, wanted, strict=True):
+        actual = compiled(params, mn.named(prompt, prompt.dims))
+    for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x.array, y.array, rtol=1e-5)
-    np.testing.assert_array_equal(found[0].array[:, :3], prompt.array)
+    np.testing.assert_array_equal(actual[0].array[:, :3], prompt.array)
 
 
 @pytest.mark.full
@@ -250,24 +250,24 @@ def test_a_translator_writes_what_it_finds_likeliest() -> None:
     model = models.EncoderDecoder(DIMS)
     params = plain.parameters(model)
     source = mn.named(np.array([[3, 5, 9, 0], [7, 1, 0, 0]]), "batch:2 length:4")
-    found = jax.jit(lambda p, s: model.greedy(p, s, 5))(params, source)
+    result = jax.jit(lambda p, s: model.greedy(p, s, 5))(params, source)
     ids, scores = jax.jit(lambda p, s: model.beam_search(p, s, 5, "beam:3", alpha=0.0))(
         params, source
     )
     logits = jax.jit(model)
     written = np.zeros([2, 6], int)
     for at in range(5):
-        said = logits(params, source, mn.named(written[:, :5], "batch:2 length:5"))
-        written[:, at + 1] = np.asarray(said)[:, at].argmax(-1)
-    np.testing.assert_array_equal(found.array, written[:, 1:])
+        next_logits = logits(params, source, mn.named(written[:, :5], "batch:2 length:5"))
+        written[:, at + 1] = np.asarray(next_logits)[:, at].argmax(-1)
+    np.testing.assert_array_equal(result.array, written[:, 1:])
 
     for i in range(3):  # a score is the probability that the model itself gives
         target = np.asarray(ids)[:, i]
         before = np.pad(target, [(0, 0), (1, 0)])[:, :5]
-        said = jax.nn.log_softmax(
+        next_logits = jax.nn.log_softmax(
             logits(params, source, mn.named(before, "batch:2 length:5")).array
         )
-        chance = np.take_along_axis(np.asarray(said), target[..., None], -1).sum((1, 2))
+        chance = np.take_along_axis(np.asarray(next_logits), target[..., None], -1).sum((1, 2))
         np.testing.assert_allclose(np.asarray(scores)[:, i], chance, rtol=1e-5)
 
 

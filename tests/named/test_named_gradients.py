@@ -101,8 +101,8 @@ def test_none_is_a_gradient_of_zero_and_inputs_may_be_trees():
     f = gradients.custom_gradient(lambda tree, n: tree["w"] * tree["b"] * n, backward)
     tree = {"w": vector(1, 2), "b": vector(3, 4)}
     n = mn.named(jnp.array([2, 2]), "io:2")
-    found = jax.jit(gradients.grad(lambda tree: mn.reduce_sum(f(tree, n))))(tree)
-    assert {name: x.array.tolist() for name, x in found.items()} == {"w": [7, 7], "b": [0, 0]}
+    gradient = jax.jit(gradients.grad(lambda tree: mn.reduce_sum(f(tree, n))))(tree)
+    assert {name: x.array.tolist() for name, x in gradient.items()} == {"w": [7, 7], "b": [0, 0]}
 
 
 def test_gradients_of_other_dims_are_refused():
@@ -179,11 +179,11 @@ def test_reversible_memory_does_not_grow_with_depth():
         for _ in range(8)
     ]
     shallow, _ = temporary_bytes(gradients.reversible([block] * 4), 4)
-    deep, found = temporary_bytes(gradients.reversible([block] * 8), 8)
-    kept, wanted = temporary_bytes(plain, 8)
+    deep, result = temporary_bytes(gradients.reversible([block] * 8), 8)
+    actual, expected = temporary_bytes(plain, 8)
     assert deep - shallow < 8 * 64 * 4  # less than one array between blocks
-    assert kept > 2 * deep
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    assert actual > 2 * deep
+    for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
@@ -203,12 +203,12 @@ def test_wrong_blocks_are_refused():
 
 def test_only_large_gradients_are_clipped():
     x = vector(1, 2)
-    for scale, wanted in [(100.0, [0.6, 0.8]), (1e-3, [3e-3, 4e-3])]:
+    for scale, expected in [(100.0, [0.6, 0.8]), (1e-3, [3e-3, 4e-3])]:
         weights = scale * vector(3, 4)
         f = lambda x, w=weights: mn.einsum(  # noqa: E731
             [gradients.clip_activation_gradient(x, 0.5**0.5), w], ""
         )
-        np.testing.assert_allclose(gradients.grad(f)(x).array, wanted, rtol=1e-5)
+        np.testing.assert_allclose(gradients.grad(f)(x).array, expected, rtol=1e-5)
     np.testing.assert_array_equal(gradients.clip_activation_gradient(x, 1e-9), x)
     wide = mn.cast(x, jnp.bfloat16)
     f = lambda x: mn.reduce_sum(gradients.clip_activation_gradient(x, 1.0) * 1e30)  # noqa: E731

@@ -25,12 +25,12 @@ def whole(*shape: int, below: int = 16) -> Callable[[np.random.Generator], Any]:
 def taken(x: Any, indices: Any) -> Any:
     """Along the first dim, with zeros for what is out of range."""
     inside = (indices >= 0) & (indices < len(x))
-    found = x[np.where(inside, indices, 0)]
-    return np.where(inside.reshape(inside.shape + (1,) * (x.ndim - 1)), found, 0)
+    result = x[np.where(inside, indices, 0)]
+    return np.where(inside.reshape(inside.shape + (1,) * (x.ndim - 1)), result, 0)
 
 
 def gathered(name: str, dims: list[str], numpy: Any, split: Any, **how: Any) -> Case:
-    shapes = [[dim.size for dim in mn.as_dims(each)] for each in dims]
+    shapes = [[dim.size for dim in mn.as_dims(text)] for text in dims]
     return Case(
         f"gather {name}",
         lambda x, i: indexing.gather(x, i, "vocab"),
@@ -67,7 +67,7 @@ def scattered(x: Any, indices: Any, values: Any) -> Any:
 
 
 def scatter(name: str, dims: list[str], numpy: Any, split: Any, **how: Any) -> Case:
-    shapes = [[dim.size for dim in mn.as_dims(each)] for each in dims]
+    shapes = [[dim.size for dim in mn.as_dims(text)] for text in dims]
     return Case(
         f"scatter_add {name}",
         lambda x, i, v: indexing.scatter_add(x, i, v, "vocab"),
@@ -122,7 +122,7 @@ SUMS = [
 
 def ranked(x: Any, k: int, axis: int) -> list[Any]:
     places = np.argsort(-x, axis, kind="stable").take(np.arange(k), axis)
-    return [np.moveaxis(each, axis, -1) for each in (np.take_along_axis(x, places, axis), places)]
+    return [np.moveaxis(array, axis, -1) for array in (np.take_along_axis(x, places, axis), places)]
 
 
 def ties(random: np.random.Generator) -> list[Any]:
@@ -177,10 +177,10 @@ def test_dims_that_share_an_axis() -> None:
     values = random.normal(size=[8, 8]).astype("float32")
     with mn.rules("vocab:all;batch:all", mw.create_mesh({"all": 8})):
         x, i = mn.named(table, "vocab:16 io:8"), mn.named(places, "batch:8")
-        found = jax.jit(lambda x, i: indexing.gather(x, i, "vocab"))(x, i)
+        result = jax.jit(lambda x, i: indexing.gather(x, i, "vocab"))(x, i)
         v = mn.named(values, "batch:8 io:8")
         put = jax.jit(lambda *xs: indexing.scatter_add(*xs, "vocab"))(x, i, v)
-    np.testing.assert_array_equal(found.array, taken(table, places))
+    np.testing.assert_array_equal(result.array, taken(table, places))
     np.testing.assert_allclose(put.array, scattered(table, places, values), rtol=1e-5)
 
 
@@ -188,8 +188,8 @@ def test_an_index_that_is_known_at_run_time() -> None:
     array = np.arange(32, dtype="float32").reshape(16, 2)
     with mn.rules("a:rows", mw.create_mesh({"rows": 8})):
         x = mn.named(array, "a:16 b:2")
-        found = [jax.jit(lambda x, i: x[{"a": i}])(x, i).array for i in (5, 16, -1)]
-    np.testing.assert_array_equal(found, [array[5], 0 * array[0], 0 * array[0]])
+        results = [jax.jit(lambda x, i: x[{"a": i}])(x, i).array for i in (5, 16, -1)]
+    np.testing.assert_array_equal(results, [array[5], 0 * array[0], 0 * array[0]])
 
 
 def test_infinite_and_missing_numbers_stay() -> None:
@@ -197,9 +197,9 @@ def test_infinite_and_missing_numbers_stay() -> None:
     array = np.array([1, np.inf, -np.inf, np.nan, 5, 6, 7, 8], "float32")
     with mn.rules("a:rows", mw.create_mesh({"rows": 8})):
         x = mn.named(array, "a:8")
-        found = jax.jit(lambda x: indexing.gather(x, mn.named([1, 2, 3], "k:3"), "a"))(x)
+        result = jax.jit(lambda x: indexing.gather(x, mn.named([1, 2, 3], "k:3"), "a"))(x)
         place = jax.jit(lambda x: ordering.argmax(x, "a"))(x)
-    np.testing.assert_array_equal(found.array, array[1:4])
+    np.testing.assert_array_equal(result.array, array[1:4])
     assert int(place) == np.argmax(array)
 
 

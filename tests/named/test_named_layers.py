@@ -142,8 +142,8 @@ def normal(dims: str, seed: int = 0) -> mn.NamedArray:
     return mn.named(np.random.default_rng(seed).normal(size=shape).astype("float32"), dims)
 
 
-def close(found: Any, wanted: Any) -> None:
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=2e-5, atol=2e-6)
+def close(result: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.asarray(result), np.asarray(expected), rtol=2e-5, atol=2e-6)
 
 
 def bare(params: Any) -> list[Any]:
@@ -185,12 +185,12 @@ def test_a_feed_forward_layer_goes_up_and_down(activations: Any) -> None:
     params = layer.init(jax.random.key(0))
     x = normal("batch:3 d_model:4")
     down, *ups = bare(params)
-    wanted = np_relu(x.array @ ups[0])
+    expected = np_relu(x.array @ ups[0])
     for up in ups[1:]:
-        wanted = wanted * (x.array @ up)
-    close(layer(params, x), wanted @ down)
+        expected = expected * (x.array @ up)
+    close(layer(params, x), expected @ down)
     dropped = layer(params, x, key=jax.random.key(1))
-    assert not np.allclose(dropped.array, wanted @ down)
+    assert not np.allclose(dropped.array, expected @ down)
 
 
 @pytest.mark.parametrize("kind", [layers.LayerNorm, layers.RMSNorm])
@@ -204,14 +204,14 @@ def test_norms_begin_with_a_scale_of_one(kind: Any) -> None:
 def test_an_embedding_gives_zeros_for_what_is_not_in_it(by: Any) -> None:
     layer = layers.Embedding("vocab:5", "heads:2 d_kv:3", by, jnp.bfloat16)
     params = layer.init(jax.random.key(0))
-    found = layer(params, mn.named([[3, 0], [-1, 5]], "batch:2 length:2"))
-    assert (found.dtype, found.shape) == (
+    result = layer(params, mn.named([[3, 0], [-1, 5]], "batch:2 length:2"))
+    assert (result.dtype, result.shape) == (
         jnp.bfloat16,
         {"batch": 2, "length": 2, "heads": 2, "d_kv": 3},
     )
     (table,) = bare(params)
-    close(found.array[0], table[[3, 0]].astype(jnp.bfloat16))
-    assert not found.array[1].any()
+    close(result.array[0], table[[3, 0]].astype(jnp.bfloat16))
+    assert not result.array[1].any()
 
 
 def test_norms_and_losses_of_half_precision_are_taken_in_full() -> None:
@@ -267,19 +267,19 @@ def test_attention_to_itself(causal: bool, radius: int | None) -> None:
     params = layer.init(jax.random.key(0))
     x, there = normal("batch:2 length:7 d_model:8"), np.arange(7) < [[7], [5]]
     mask = band(7, radius or 7, causal) & there[:, None, None]
-    found = jax.jit(layer)(params, x, mask=mn.named(there, "batch:2 memory:7"))
+    result = jax.jit(layer)(params, x, mask=mn.named(there, "batch:2 memory:7"))
     sees = mask.any(-1)[:, 0]  # what sees nothing finds nothing in particular
-    wanted = np_attention(params, np.asarray(x), np.asarray(x), mask)
-    close(np.asarray(found)[sees], wanted[sees])
+    expected = np_attention(params, np.asarray(x), np.asarray(x), mask)
+    close(np.asarray(result)[sees], expected[sees])
 
 
 def test_attention_to_a_memory() -> None:
     layer = layers.Attention(*SIZES)
     params = layer.init(jax.random.key(0))
     x, memory = normal("batch:2 length:5 d_model:8"), normal("batch:2 length:3 d_model:8", 1)
-    wanted = np_attention(params, np.asarray(x), np.asarray(memory))
-    close(layer(params, x, memory), wanted)
-    close(layer(params, x, mn.named(memory.array, "batch:2 memory:3 d_model:8")), wanted)
+    expected = np_attention(params, np.asarray(x), np.asarray(memory))
+    close(layer(params, x, memory), expected)
+    close(layer(params, x, mn.named(memory.array, "batch:2 memory:3 d_model:8")), expected)
 
 
 def test_no_array_of_local_attention_has_the_length_twice() -> None:
@@ -294,10 +294,10 @@ def test_no_array_of_local_attention_has_the_length_twice() -> None:
 def test_dropout_leaves_weights_out() -> None:
     ones = mn.named(np.ones([4, 64, 1], "float32"), "batch:4 memory:64 d_kv:1")
     query = mn.named(np.ones([4, 1], "float32"), "batch:4 d_kv:1")
-    found = layers.attend(query, ones, ones, rate=0.25, key=jax.random.key(0)).array * 64 * 0.75
-    assert (np.asarray(found) != 64).all()
-    np.testing.assert_allclose(found, found.round(), atol=1e-4)  # how many were kept
-    np.testing.assert_allclose(found.mean() / 64, 0.75, atol=0.1)
+    result = layers.attend(query, ones, ones, rate=0.25, key=jax.random.key(0)).array * 64 * 0.75
+    assert (np.asarray(result) != 64).all()
+    np.testing.assert_allclose(result, result.round(), atol=1e-4)  # how many were kept
+    np.testing.assert_allclose(result.mean() / 64, 0.75, atol=0.1)
 
 
 def test_rules_may_be_given() -> None:
@@ -356,7 +356,7 @@ def test_what_does_not_fit_is_said(wrong: Any, error: Any, says: str) -> None:
 
 def attention(**how: Any) -> Any:
     layer = layers.Attention(*SIZES, **how)
-    given = layer.init(jax.random.key(0)), normal("length:5 d_model:8")
-    call = functools.partial(layer, *given)
-    call.step = functools.partial(layer.step, *given, {})  # type: ignore[attr-defined]
+    args = layer.init(jax.random.key(0)), normal("length:5 d_model:8")
+    call = functools.partial(layer, *args)
+    call.step = functools.partial(layer.step, *args, {})  # type: ignore[attr-defined]
     return call

@@ -35,8 +35,8 @@ def running(x: mn.NamedArray, dim: str, **how: Any) -> Any:
 def np_running(x: np.ndarray, place: int, reverse: bool = False) -> Any:
     slices = list(np.moveaxis(x, place, 0))
     carry, stacked = np.zeros_like(slices[0]), []
-    for each in reversed(slices) if reverse else slices:
-        carry = carry * 0.5 + each
+    for piece in reversed(slices) if reverse else slices:
+        carry = carry * 0.5 + piece
         stacked.append(np.sin(carry).sum(-1))
     return carry, np.stack(stacked[::-1] if reverse else stacked)
 
@@ -140,10 +140,10 @@ def test_layers_are_scanned_over_their_parameters():
 
     w = mn.named(jnp.linspace(-1, 1, 36).reshape(3, 4, 3), "io:3 layers:4 out:3")
     x, _ = jax.jit(lambda x, w: loops.scan(layer, x, w, "layers"))(ones("batch:2 io:3"), w)
-    wanted = np.ones([2, 3])
+    expected = np.ones([2, 3])
     for i in range(4):
-        wanted = np.tanh(wanted @ np.asarray(w)[:, i])
-    np.testing.assert_allclose(x.array, wanted, rtol=1e-5)
+        expected = np.tanh(expected @ np.asarray(w)[:, i])
+    np.testing.assert_allclose(x.array, expected, rtol=1e-5)
     assert traced == [{"io": 3, "out": 3}]
 
 
@@ -166,15 +166,17 @@ def test_sums_in_parts_are_exchanged_once():
     with mn.rules("batch:rows;parts:rows", mesh, strict=False):
         plain = mn.named(x, "micro:4 batch:64 io:4")
         parts = mn.named(x.reshape(4, 8, 8, 4), "micro:4 parts:8 rows:8 io:4")
-        found = []
+        results = []
         for dims, xs in [("io:4 o:4", plain), ("parts:8 io:4 o:4", parts)]:
             compiled = gram(dims).lower(xs).compile()
-            moved = read_collectives(compiled.as_text(), mesh.axes)
-            found.append([(each.kind, each.elements, each.count) for each in moved])
+            traffic = read_collectives(compiled.as_text(), mesh.axes)
+            results.append(
+                [(collective.kind, collective.elements, collective.count) for collective in traffic]
+            )
             np.testing.assert_allclose(
                 compiled(xs).array, np.einsum("mbi,mbo->io", x, x), rtol=1e-4
             )
-    assert found == [[("all-reduce", 16, 4)], [("all-reduce", 16, 1)]]
+    assert results == [[("all-reduce", 16, 4)], [("all-reduce", 16, 1)]]
 
 
 def test_explicit_rules_reach_the_body():
@@ -238,14 +240,14 @@ def test_wrong_loops_are_refused():
 
 
 def test_vmap_maps_what_has_the_dim():
-    def each(x: mn.NamedArray, more: Any, *, scale: float) -> Any:
+    def function(x: mn.NamedArray, more: Any, *, scale: float) -> Any:
         assert x.shape == {"io": 3}
         return {"sum": mn.einsum([x, more["w"]], ""), "w": more["w"] * scale, "same": scale}
 
     x, w = mn.named(jnp.arange(6.0).reshape(3, 2), "io:3 batch:2"), ones("io:3")
-    found = loops.vmap(each, "batch")(x, {"w": w}, scale=2.0)
-    assert found["sum"].array.tolist() == [6, 9]
-    assert (found["w"].shape, found["same"].tolist()) == ({"batch": 2, "io": 3}, [2, 2])
+    result = loops.vmap(function, "batch")(x, {"w": w}, scale=2.0)
+    assert result["sum"].array.tolist() == [6, 9]
+    assert (result["w"].shape, result["same"].tolist()) == ({"batch": 2, "io": 3}, [2, 2])
 
 
 def test_vmap_of_vmap_and_of_what_runs_on_pieces():
@@ -253,11 +255,11 @@ def test_vmap_of_vmap_and_of_what_runs_on_pieces():
     largest = loops.vmap(lambda x: top_k(x, "c", "k:2")[0], "a")
     total = loops.vmap(loops.vmap(lambda x: mn.reduce_sum(x, "c"), "b"), "a")
     with mn.rules("a:rows;c:cols", mw.create_mesh({"rows": 4, "cols": 2})):
-        found, sums = jax.jit(lambda x: (largest(x), total(x)))(x)
-    assert (found.shape, sums.shape) == ({"a": 8, "b": 8, "k": 2}, {"a": 8, "b": 8})
-    np.testing.assert_array_equal(found.array, -np.sort(-np.asarray(x))[..., :2])
+        result, sums = jax.jit(lambda x: (largest(x), total(x)))(x)
+    assert (result.shape, sums.shape) == ({"a": 8, "b": 8, "k": 2}, {"a": 8, "b": 8})
+    np.testing.assert_array_equal(result.array, -np.sort(-np.asarray(x))[..., :2])
     np.testing.assert_allclose(sums.array, np.asarray(x).sum(-1), rtol=1e-5)
-    assert found.array.addressable_shards[0].data.shape == (2, 8, 2)
+    assert result.array.addressable_shards[0].data.shape == (2, 8, 2)
     assert sums.array.addressable_shards[0].data.shape == (2, 8)
 
 

@@ -127,8 +127,8 @@ class TestHierarchy:
             return layer_of(self.LEVELS, dispatch)(params, x, training=True)
 
         def loop(x: Any, router: Any, router_2: Any, up: Any, down: Any) -> Any:
-            found = Loop(self.LEVELS)(x.reshape(8, 8, 8), [router, router_2], up, down)
-            out, loss, lost = found
+            result = Loop(self.LEVELS)(x.reshape(8, 8, 8), [router, router_2], up, down)
+            out, loss, lost = result
             assert lost.max() > 1  # of two choices, each with two of its own
             return out.reshape(x.shape), loss, lost.reshape(x.shape[:-1])
 
@@ -159,34 +159,34 @@ class TestCommunication:
 
                 call = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
             text = jax.jit(call).lower(*operands).compile().as_text()
-        found = re.findall(rf"^[^=]*= (.+?) ({'|'.join(self.PARTS)})(?:-start)?\(", text, re.M)
+        matches = re.findall(rf"^[^=]*= (.+?) ({'|'.join(self.PARTS)})(?:-start)?\(", text, re.M)
         return {
-            part: [elements(result) for result, name in found if name == part]
+            part: [elements(result) for result, name in matches if name == part]
             for part in self.PARTS
         }
 
     @pytest.mark.parametrize("dispatch", ["einsum", "gather"])
     def test_along_one_axis_tokens_go_all_to_all_and_nothing_else_does(self, dispatch: str) -> None:
         there_and_back = 8 * 8 * 1 * 8 // 8  # experts, groups, places, d_model; of 8 devices
-        found = self.collectives("one axis", dispatch, back=False)
-        assert found.pop("all-to-all") == [there_and_back] * 2
-        assert sum(found.pop("all-reduce")) <= 2  # the losses
-        assert not any(found.values()), found
+        result = self.collectives("one axis", dispatch, back=False)
+        assert result.pop("all-to-all") == [there_and_back] * 2
+        assert sum(result.pop("all-reduce")) <= 2  # the losses
+        assert not any(result.values()), result
 
     @pytest.mark.full_for("gather")
     @pytest.mark.parametrize("dispatch", ["einsum", "gather"])
     def test_and_their_gradients_go_the_same_way(self, dispatch: str) -> None:
-        found = self.collectives("one axis", dispatch, back=True)
-        assert found.pop("all-to-all") == [8 * 8] * 4
-        assert sum(found.pop("all-reduce")) <= 8 * 8 + 3  # the router's gradient, and losses
-        assert not any(found.values()), found
+        result = self.collectives("one axis", dispatch, back=True)
+        assert result.pop("all-to-all") == [8 * 8] * 4
+        assert sum(result.pop("all-reduce")) <= 8 * 8 + 3  # the router's gradient, and losses
+        assert not any(result.values()), result
 
     @pytest.mark.parametrize("dispatch", ["einsum", "gather"])
     def test_along_two_axes_answers_are_summed(self, dispatch: str) -> None:
-        found = self.collectives("two axes", dispatch, back=False)
+        result = self.collectives("two axes", dispatch, back=False)
         answers = 8 * 8 * 8 // 4  # batch, length, d_model; of 4 rows
-        assert answers <= sum(found.pop("all-reduce")) <= (answers + 3) * 2
-        assert not any(found.values()), found
+        assert answers <= sum(result.pop("all-reduce")) <= (answers + 3) * 2
+        assert not any(result.values()), result
 
 
 def elements(result: str) -> int:
@@ -201,11 +201,11 @@ class TestEdges:
     def test_few_places(self, places: int, dispatch: Any) -> None:
         gating = replace(TOP_2, capacity_factor=0, min_capacity=places)
         operands = numbers(*DIMS)
-        found = jitted(layer_of(gating, dispatch))(*named(operands))
-        same(found, numpy(gating)(*operands))
+        result = jitted(layer_of(gating, dispatch))(*named(operands))
+        same(result, numpy(gating)(*operands))
         if places == 0:
-            assert not np.any(found.output)
-            assert np.all(np.asarray(found.dropped) == 2)
+            assert not np.any(result.output)
+            assert np.all(np.asarray(result.dropped) == 2)
 
     def test_no_place_is_no_gradient_either(self) -> None:
         gating = replace(TOP_2, capacity_factor=0, min_capacity=0, balance_loss=0, z_loss=0)
@@ -221,13 +221,15 @@ class TestEdges:
     def test_places_for_all_make_it_a_sum_over_experts(self, dispatch: Any) -> None:
         gating = replace(TOP_2, capacity_factor=100.0)
         x, router, up, down = numbers(*DIMS)
-        found = jitted(layer_of(gating, dispatch))(*named([x, router, up, down]))
+        result = jitted(layer_of(gating, dispatch))(*named([x, router, up, down]))
         gates = np.exp(x @ router)
         gates = np.where(gates >= np.sort(gates)[..., -2:-1], gates, 0)
         gates /= gates.sum(-1, keepdims=True)
-        said = np.einsum("blef,efm->blem", np.maximum(np.einsum("blm,emf->blef", x, up), 0), down)
-        same([found.output], [np.einsum("ble,blem->blm", gates, said)])
-        assert not np.any(found.dropped)
+        of_experts = np.einsum(
+            "blef,efm->blem", np.maximum(np.einsum("blm,emf->blef", x, up), 0), down
+        )
+        same([result.output], [np.einsum("ble,blem->blm", gates, of_experts)])
+        assert not np.any(result.dropped)
 
     @pytest.mark.parametrize("gating", [TOP_2, SWITCH])
     def test_all_tokens_to_one_expert(self, gating: Gating) -> None:
@@ -235,21 +237,21 @@ class TestEdges:
         x, router = np.abs(x), router * 0
         router[:, 0] = 100.0
         operands = [x, router, up, down]
-        found = jitted(layer_of(gating))(*named(operands))
-        same(found, numpy(gating)(*operands))
+        result = jitted(layer_of(gating))(*named(operands))
+        same(result, numpy(gating)(*operands))
         places = gating.places(mn.Dim("length", 8), True).size
-        assert np.all((np.asarray(found.dropped) > 0).sum(1) == 8 - places)
+        assert np.all((np.asarray(result.dropped) > 0).sum(1) == 8 - places)
         if gating is TOP_2:  # gates of all others are zero, and yet the second is not the first
-            assert np.all((np.asarray(found.dropped) == 2).sum(1) == 8 - places)
-            assert np.all((np.asarray(found.dropped) == 0).sum(1) == places)
+            assert np.all((np.asarray(result.dropped) == 2).sum(1) == 8 - places)
+            assert np.all((np.asarray(result.dropped) == 0).sum(1) == places)
 
     @pytest.mark.parametrize(("gating", "choices"), [(TOP_2, 2), (SWITCH, 1)])
     def test_among_equals_the_first_is_chosen(self, gating: Gating, choices: int) -> None:
         x, router, up, down = numbers(*DIMS)
         operands = [x, router * 0, up, down]
-        found = jitted(layer_of(gating))(*named(operands))
-        same(found, numpy(gating)(*operands))
-        assert np.asarray(found.dropped).tolist() == [[0] + [choices] * 7] * 8
+        result = jitted(layer_of(gating))(*named(operands))
+        same(result, numpy(gating)(*operands))
+        assert np.asarray(result.dropped).tolist() == [[0] + [choices] * 7] * 8
 
     @pytest.mark.parametrize("gating", [TOP_2, SWITCH])
     def test_balance_loss_is_one_where_all_is_even_and_grows_to_the_number_of_experts(
@@ -270,28 +272,28 @@ class TestEdges:
         present = np.random.default_rng(1).uniform(size=[8, 8]) < 0.5
         layer = jitted(layer_of(TOP_2), present=mn.named(present, "batch:8 length:8"))
         loop = Loop([TOP_2])
-        wanted = loop(operands[0], [operands[1]], *operands[2:], may=2 * present)
-        same(layer(*named(operands)), wanted)
-        assert not np.any(wanted[0][~present])
+        expected = loop(operands[0], [operands[1]], *operands[2:], may=2 * present)
+        same(layer(*named(operands)), expected)
+        assert not np.any(expected[0][~present])
 
     def test_tokens_in_any_order_of_dims(self) -> None:
         operands = numbers(*DIMS)
         x = np.moveaxis(operands[0], -1, 0)
-        found = jitted(layer_of(TOP_2))(
+        result = jitted(layer_of(TOP_2))(
             mn.named(x, "d_model:8 batch:8 length:8"), *named(operands)[1:]
         )
         output, _, dropped = numpy(TOP_2)(*operands)
-        assert found.output.shape == {"d_model": 8, "batch": 8, "length": 8}
-        same([found.output, found.dropped], [np.moveaxis(output, -1, 0), dropped])
+        assert result.output.shape == {"d_model": 8, "batch": 8, "length": 8}
+        same([result.output, result.dropped], [np.moveaxis(output, -1, 0), dropped])
 
     def test_tokens_of_one_dim_are_one_group_and_so_are_few(self) -> None:
         x, *params = numbers(*DIMS)
         for gating in (TOP_2, replace(TOP_2, group_size=1000)):
-            found = jitted(layer_of(gating))(
+            result = jitted(layer_of(gating))(
                 mn.named(x[0], "length:8 d_model:8"), *named([x, *params])[1:]
             )
             output, loss, dropped = numpy(gating)(x[:1], *params)
-            same(found, [output[0], loss, dropped[0]])
+            same(result, [output[0], loss, dropped[0]])
 
     def test_the_router_works_in_float32(self) -> None:
         operands = [jnp.asarray(x, jnp.bfloat16) for x in numbers(*DIMS)]
@@ -315,8 +317,8 @@ class TestEdges:
         def looped(layers: Any) -> Any:
             return one(one(x, layers[0]), layers[1]).array.sum()
 
-        wanted = jax.tree.leaves(jax.jit(jax.grad(looped))(layers))
-        same(jax.tree.leaves(jax.jit(jax.grad(scanned))(layers)), wanted)
+        expected = jax.tree.leaves(jax.jit(jax.grad(looped))(layers))
+        same(jax.tree.leaves(jax.jit(jax.grad(scanned))(layers)), expected)
 
 
 class TestRandomPolicy:
@@ -325,11 +327,11 @@ class TestRandomPolicy:
     def test_is_the_same_under_rules(self) -> None:
         operands, key = numbers(*DIMS), jax.random.key(3)
         uniforms = jax.random.uniform(jax.random.split(key)[0], [8, 8])
-        wanted = numpy(self.GATING, uniforms=np.asarray(uniforms))(*operands)
-        assert not np.array_equal(wanted[0], numpy(TOP_2)(*operands)[0])
+        expected = numpy(self.GATING, uniforms=np.asarray(uniforms))(*operands)
+        assert not np.array_equal(expected[0], numpy(TOP_2)(*operands)[0])
         with under("one axis"):
             layer = jitted(layer_of(self.GATING), key=key)
-            same(layer(*named(operands)), wanted)
+            same(layer(*named(operands)), expected)
 
     def test_a_second_choice_counts_with_probability_gate_over_threshold(self) -> None:
         x = np.ones([2000, 1, 8], "float32")
@@ -339,8 +341,8 @@ class TestRandomPolicy:
         gating = replace(self.GATING, second_threshold=0.5)
         operands = [x, router, *numbers(*DIMS[2:])]
         dims = ["batch:2000 length:1 d_model:8", *DIMS[1:]]
-        found = jitted(layer_of(gating), key=jax.random.key(0))(*named(operands, dims))
-        first = np.asarray(found.output)[:, 0, 0]
+        result = jitted(layer_of(gating), key=jax.random.key(0))(*named(operands, dims))
+        first = np.asarray(result.output)[:, 0, 0]
         part = np.mean(
             first != np.unique(first)[np.argmax(np.unique(first, return_counts=True)[1])]
         )
@@ -354,7 +356,7 @@ class TestRandomPolicy:
         dropped = jax.jit(
             lambda params, x: [layer_of(gating)(params, x, **how).dropped for how in options]
         )(params, operands[0])
-        assert [bool(np.any(each)) for each in dropped] == [True, True, False, False]
+        assert [bool(np.any(lost)) for lost in dropped] == [True, True, False, False]
 
 
 class TestInTheTransformer:
@@ -365,14 +367,14 @@ class TestInTheTransformer:
         layer = layer_of(Gating("experts:4", balance_loss=0.1))
         model = Transformer("length:8 vocab:8 d_model:8 heads:2 d_kv:4 layers:2", layer, scan=True)
         tokens = np.random.default_rng(0).integers(0, 8, [8, 8]).astype("int32")
-        found = []
+        results = []
         for rules in ("", "batch:rows;experts:rows;d_ff:cols;heads:cols;vocab:cols"):
             with mn.rules(rules, mw.create_mesh({"rows": 4, "cols": 2})):
                 params = jax.jit(model.init)(jax.random.key(0))
                 batch = mn.named(tokens, "batch:8 length:8")
                 step = jax.jit(jax.value_and_grad(lambda p, b: model.loss(p, b, key=KEY)))
-                found.append(jax.tree.leaves(step(params, batch)))
-        same(*found)
+                results.append(jax.tree.leaves(step(params, batch)))
+        same(*results)
 
 
 class TestErrors:

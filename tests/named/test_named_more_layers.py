@@ -59,12 +59,12 @@ def np_images(q: Any, k: Any, v: Any, radii: tuple[int, int], causal: bool) -> A
     height, width, heads, size = q.shape
     at = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), -1)
     at = at.reshape(-1, 2)
-    seen = (np.abs(at[:, None] - at) <= radii).all(-1)
+    actual = (np.abs(at[:, None] - at) <= radii).all(-1)
     if causal:
-        seen &= np.tril(np.ones(seen.shape, bool))
+        actual &= np.tril(np.ones(actual.shape, bool))
     q, k, v = (x.reshape(-1, heads, size) for x in (q, k, v))
     logits = np.einsum("lhk,mhk->hlm", q, k) / np.sqrt(size)
-    weights = np_softmax(np.where(seen, logits, -1e30))
+    weights = np_softmax(np.where(actual, logits, -1e30))
     return np.einsum("hlm,mhk->lhk", weights, v).reshape(height, width, heads, size)
 
 
@@ -92,12 +92,12 @@ def np_compressed(x: Any, query: Any, key: Any, value: Any, output: Any) -> Any:
         [x[:, i : i + WINDOW].mean(1) for i in range(0, length - WINDOW + 1, WINDOW)], 1
     )
     ends = np.arange(means.shape[1]) * WINDOW + WINDOW - 1
-    seen = ends <= np.arange(length)[:, None]
+    actual = ends <= np.arange(length)[:, None]
     q, k, v = (
         np.einsum("bld,dhk->blhk", y, w) for y, w in ((x, query), (means, key), (means, value))
     )
-    weights = np_softmax(np.where(seen, np.einsum("blhk,bmhk->bhlm", q, k) / 2, -1e30))
-    weights = weights * seen.any(-1)[:, None]  # the first ones find nothing
+    weights = np_softmax(np.where(actual, np.einsum("blhk,bmhk->bhlm", q, k) / 2, -1e30))
+    weights = weights * actual.any(-1)[:, None]  # the first ones find nothing
     return np.einsum("bhlm,bmhk,hkd->bld", weights, v, output)
 
 
@@ -157,13 +157,13 @@ def test_laws(case: Case, kind: str) -> None:
 
 def test_rows_of_an_adaptive_vocabulary_are_those_of_its_clusters() -> None:
     params = ADAPTIVE.init(jax.random.key(0))
-    found = np.asarray(ADAPTIVE(params, mn.arange("length:32")))
+    result = np.asarray(ADAPTIVE(params, mn.arange("length:32")))
     parts = [np.asarray(params["head"]["table"])]
     parts += [
         np.asarray(params[tail]["table"]) @ np.asarray(params[tail]["up"])
         for tail in ("tail_1", "tail_2")
     ]
-    np.testing.assert_allclose(found, np.concatenate(parts), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result, np.concatenate(parts), rtol=1e-5, atol=1e-6)
     logits = ADAPTIVE.logits(params, mn.named(np.ones([3, 8], "float32"), "batch:3 d_model:8"))
     np.testing.assert_allclose(np.exp(logits.array).sum(-1), 1, rtol=1e-5)
 
@@ -185,14 +185,14 @@ def test_padding_has_no_part_in_a_mean() -> None:
     draw = np.random.default_rng(0)
     x = draw.normal(size=[2, 5, 8]).astype("float32")
     mask = np.arange(5) < [[5], [3]]
-    found = [
+    results = [
         layer(
             params, mn.named(np.where(mask[..., None], x, other), "batch:2 length:5 d_model:8"),
             mask=mn.named(mask, "batch:2 memory:5"),
         )
         for other in (0, 7)
     ]  # fmt: skip
-    one, other = (np.asarray(y)[mask] for y in found)
+    one, other = (np.asarray(y)[mask] for y in results)
     np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
@@ -224,7 +224,7 @@ def test_losses_and_gradients_are_those_of_one_device(name: str) -> None:
     model = MODELS[name]
     params, tokens = plain.parameters(model), np.random.default_rng(0).integers(1, 32, [8, 16])
     step = jax.jit(jax.value_and_grad(model.loss))
-    found = []
+    results = []
     for text in ("", "batch:rows;vocab:cols;d_ff:cols;heads:cols"):
         with mn.rules(text, mw.create_mesh({"rows": 4, "cols": 2})):
             own = jax.tree.map(
@@ -232,8 +232,8 @@ def test_losses_and_gradients_are_those_of_one_device(name: str) -> None:
                 params,
                 is_leaf=lambda x: isinstance(x, mn.NamedArray),
             )
-            found.append(jax.tree.leaves(step(own, mn.named(tokens, "batch:8 length:16"))))
-    for x, y in zip(*found, strict=True):
+            results.append(jax.tree.leaves(step(own, mn.named(tokens, "batch:8 length:16"))))
+    for x, y in zip(*results, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=3e-6)
 
 
@@ -243,8 +243,10 @@ def test_halting_after_one_turn_is_no_halting() -> None:
     params = plain.parameters(model)
     tokens = mn.named(np.arange(16)[None] % 7, "batch:1 length:16")
     without = dataclasses.replace(model, halting=None)
-    found, wanted = (jax.jit(m.loss)(params, tokens) for m in (model, without))
-    np.testing.assert_allclose(found, wanted + 0.5 * (1 + 1), rtol=1e-6)  # one turn, all the rest
+    actual, expected = (jax.jit(m.loss)(params, tokens) for m in (model, without))
+    np.testing.assert_allclose(
+        actual, expected + 0.5 * (1 + 1), rtol=1e-6
+    )  # one turn, all the rest
 
 
 # Files of lines.
@@ -274,15 +276,15 @@ def test_a_file_is_decoded_line_by_line(tmp_path: Path) -> None:
         decode, tmp_path / "in.txt", tmp_path / "new" / "out.txt",
         encode=numbers, decode=text, lengths={"source": 4}, rows=2, end=3,
     )  # fmt: skip
-    found = (tmp_path / "new" / "out.txt").read_text().splitlines()
-    assert count == len(found) == 5
+    result = (tmp_path / "new" / "out.txt").read_text().splitlines()
+    assert count == len(result) == 5
     assert len(traced) == 1  # one shape for all batches
-    for line, written in zip(LINES, found, strict=True):
+    for line, written in zip(LINES, result, strict=True):
         ids = np.zeros([1, 4], int)
         ids[0, : len(line.split())] = [int(word) for word in line.split()]
-        wanted = np.asarray(model.greedy(params, mn.named(ids, "batch:1 length:4"), 6, end=3))[0]
-        wanted = wanted.tolist()
-        assert written == text(wanted[: wanted.index(3)] if 3 in wanted else wanted)
+        expected = np.asarray(model.greedy(params, mn.named(ids, "batch:1 length:4"), 6, end=3))[0]
+        expected = expected.tolist()
+        assert written == text(expected[: expected.index(3)] if 3 in expected else expected)
 
 
 def test_a_failure_leaves_the_file_that_was_there(tmp_path: Path) -> None:
@@ -311,11 +313,11 @@ def test_a_file_is_scored_line_by_line(tmp_path: Path) -> None:
         jax.jit(score), tmp_path / "in.txt", tmp_path / "out.txt",
         encode=numbers, lengths={"source": 8}, rows=4,
     )  # fmt: skip
-    found = [float(line) for line in (tmp_path / "out.txt").read_text().splitlines()]
+    results = [float(line) for line in (tmp_path / "out.txt").read_text().splitlines()]
     one = [int(word) for word in LINES[2].split()]
     exact = model.log_likelihoods(params, mn.named([one], "batch:1 length:4"))
-    assert len(found) == 5
-    np.testing.assert_allclose(found[2], exact.array[0], rtol=1e-5)
+    assert len(results) == 5
+    np.testing.assert_allclose(results[2], exact.array[0], rtol=1e-5)
 
 
 IMAGE = layers.Attention("d_model:8", "heads:2", "d_kv:4", radius=2, length="height width")

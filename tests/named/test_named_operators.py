@@ -46,7 +46,7 @@ def test_operators(sign):
         for one, other in (x, number), (number, x):
             result = operator(one, other)
             assert isinstance(result, mn.NamedArray), type(number)
-            plain = [np.asarray(each) for each in (one, other)]
+            plain = [np.asarray(operand) for operand in (one, other)]
             np.testing.assert_allclose(result, operator(*plain), rtol=1e-6)
 
 
@@ -124,19 +124,19 @@ def test_the_order_of_dims_of_a_result(one, other, result):
 
 def test_a_result_in_another_order():
     x, y = mn.named(counting(2), "a:2"), mn.named(counting(3), "b:3")
-    found = mn.multiply(x, y, out="c:2 b:3 a:2")
-    np.testing.assert_array_equal(found, np.broadcast_to(np.outer(y, x), [2, 3, 2]))
+    result = mn.multiply(x, y, out="c:2 b:3 a:2")
+    np.testing.assert_array_equal(result, np.broadcast_to(np.outer(y, x), [2, 3, 2]))
     with pytest.raises(mw.DimError, match=r"multiply: out=\[a:2\] lacks b:3, which the operands"):
         mn.multiply(x, y, out="a:2")
 
 
 def test_dims_that_are_known_need_no_size():
     x, y = mn.named(counting(2), "a:2"), mn.named(counting(3), "b:3")
-    found = mn.multiply(x, y, out="b a")
-    assert found.dims == mn.as_dims("b:3 a:2")
-    assert mn.where(x > 1, x, y, out=["b", "a"]).dims == found.dims
+    result = mn.multiply(x, y, out="b a")
+    assert result.dims == mn.as_dims("b:3 a:2")
+    assert mn.where(x > 1, x, y, out=["b", "a"]).dims == result.dims
     assert mn.broadcast(x, "c:4 a").dims == mn.as_dims("c:4 a:2")
-    assert mn.reshape(found, "b c:2").dims == mn.as_dims("b:3 c:2")
+    assert mn.reshape(result, "b c:2").dims == mn.as_dims("b:3 c:2")
     assert mn.einsum([x, y], "b a c:2").dims == mn.as_dims("b:3 a:2 c:2")
     assert mn.einsum([x, y], "d b", rename={"a": "d"}).dims == mn.as_dims("d:2 b:3")
     for says, function in [
@@ -151,7 +151,7 @@ def test_dims_that_are_known_need_no_size():
 
 def test_methods_are_the_operations():
     x, w = mn.named(counting(2, 3), "a:2 b:3"), mn.named(counting(3, 4), "b:3 c:4")
-    for found, wanted in [
+    for actual, expected in [
         (x @ w, mn.einsum([x, w])),
         (x.sum("a"), mn.reduce_sum(x, "a")),
         (x.mean(), mn.reduce_mean(x)),
@@ -168,8 +168,8 @@ def test_methods_are_the_operations():
         (x.broadcast("a b c:2"), mn.broadcast(x, "a b c:2")),
         (x.astype("int32"), mn.cast(x, "int32")),
     ]:
-        assert (found.dims, found.dtype) == (wanted.dims, wanted.dtype)
-        np.testing.assert_array_equal(found, wanted)
+        assert (actual.dims, actual.dtype) == (expected.dims, expected.dtype)
+        np.testing.assert_array_equal(actual, expected)
     assert x.max().item() == 6
     rules = mn.BoundRules(mn.DimRules("b:rows"), mesh(rows=1, cols=8))
     assert lies_by(rules, x.sum("a", rules=rules))
@@ -181,8 +181,8 @@ def test_functions_of_jax_numpy_say_where_theirs_are():
         with pytest.raises(mw.DimError, match=r"\[a:2 b:3\].*mn.exp.* bare array, x.array"):
             function(x)
     np.testing.assert_array_equal(jnp.asarray(x), x.array)
-    for found in (jnp.float32(2) * x, jnp.float32(2) - x, jnp.float32(2) < x):
-        assert found.dims == x.dims  # operators of a JAX scalar are the named array's
+    for result in (jnp.float32(2) * x, jnp.float32(2) - x, jnp.float32(2) < x):
+        assert result.dims == x.dims  # operators of a JAX scalar are the named array's
 
 
 def test_strict_promotion_is_that_of_jax():
@@ -197,8 +197,8 @@ def test_strict_promotion_is_that_of_jax():
 def test_functions_of_numpy_keep_names_or_are_refused():
     x = mn.named(np.array([1, 4], "float32"), "a:2")
     y = mn.named(np.ones(3, "float32"), "b:3")
-    for found in (np.sqrt(x), np.float32(2) * x, x / np.float32(2), np.negative(x)):
-        assert found.dims == x.dims
+    for result in (np.sqrt(x), np.float32(2) * x, x / np.float32(2), np.negative(x)):
+        assert result.dims == x.dims
     np.testing.assert_array_equal(np.sqrt(x), [1, 2])
     assert (np.sum(x), np.mean(x), np.max(x), np.any(x), np.argmax(x)) == (5, 2.5, 4, True, 1)
     for function, says in [(lambda: np.sum(x, 0), r"x.sum\('a'\); received axis=0"),
@@ -247,17 +247,17 @@ def test_broadcasting_equals_numpys(one, two, three):
         mn.named(array, [mn.Dim(name, SIZES[name]) for name in names])
         for array, names in zip(arrays, (one, two, three), strict=True)
     )
-    found = mn.where(x > 0, x - y, z)
-    names = list(found.shape)
+    actual = mn.where(x > 0, x - y, z)
+    names = list(actual.shape)
     assert set(names) == {*one, *two, *three}
 
     def full(array: np.ndarray, have: tuple[str, ...]) -> np.ndarray:
         ordered = array.transpose([have.index(name) for name in names if name in have])
         return ordered.reshape([SIZES[name] if name in have else 1 for name in names])
 
-    wide = [full(*each) for each in zip(arrays, (one, two, three), strict=True)]
-    wanted = np.where(wide[0] > 0, wide[0] - wide[1], wide[2])
-    np.testing.assert_allclose(found, np.broadcast_to(wanted, found.array.shape), rtol=1e-6)
+    wide = [full(*operand) for operand in zip(arrays, (one, two, three), strict=True)]
+    expected = np.where(wide[0] > 0, wide[0] - wide[1], wide[2])
+    np.testing.assert_allclose(actual, np.broadcast_to(expected, actual.array.shape), rtol=1e-6)
 
 
 # Sums of products
@@ -270,14 +270,14 @@ def test_products_of_two_equal_numpys(one, two, out):
         np.random.default_rng(i).normal(size=[SIZES[name] for name in names]).astype("float32")
         for i, names in enumerate((one, two))
     )
-    kept = [name for name in out if name in one + two]
-    wanted = np.einsum(f"{''.join(one)},{''.join(two)}->{''.join(kept)}", x, y)
-    shape = [SIZES[name] if name in kept else 1 for name in out]
-    wanted = np.broadcast_to(wanted.reshape(shape), [SIZES[name] for name in out])
+    shared = [name for name in out if name in one + two]
+    expected = np.einsum(f"{''.join(one)},{''.join(two)}->{''.join(shared)}", x, y)
+    shape = [SIZES[name] if name in shared else 1 for name in out]
+    expected = np.broadcast_to(expected.reshape(shape), [SIZES[name] for name in out])
     dims = [[mn.Dim(name, SIZES[name]) for name in names] for names in (one, two, out)]
-    found = mn.einsum([mn.named(x, dims[0]), mn.named(y, dims[1])], dims[2])
-    assert found.dims == tuple(dims[2])
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    actual = mn.einsum([mn.named(x, dims[0]), mn.named(y, dims[1])], dims[2])
+    assert actual.dims == tuple(dims[2])
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_default_result_of_einsum():

@@ -67,14 +67,14 @@ def laid(tree: Any) -> Any:
 
 def on_all_layouts(loss: Callable[..., Any], params: Any, batch: Any, rules: str = "") -> None:
     """Loss and gradient are those of one device."""
-    found = []
+    results = []
     for text, axes in LAYOUTS:
         with mn.rules(f"{text};{rules}" if text else "", mw.create_mesh(axes), strict=False):
             batch_here = {name: mn.named(x.array, x.dims) for name, x in batch.items()}
             step = jax.jit(jax.value_and_grad(lambda params, batch: loss(params, **batch)))
-            found.append(jax.tree.leaves(step(laid(params), batch_here)))
-    for other in found[1:]:
-        for x, y in zip(found[0], other, strict=True):
+            results.append(jax.tree.leaves(step(laid(params), batch_here)))
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-4, atol=3e-6)
 
 
@@ -115,8 +115,8 @@ def test_a_packed_loss_is_that_of_its_texts(name: str) -> None:
     params = plain.parameters(model)
     loss = jax.jit(model.loss)
     rows, weights = padded(texts, 8)
-    wanted = loss(params, rows, weights=weights)
-    np.testing.assert_allclose(loss(params, **named(batch)), wanted, rtol=1e-5)
+    expected = loss(params, rows, weights=weights)
+    np.testing.assert_allclose(loss(params, **named(batch)), expected, rtol=1e-5)
 
 
 def test_a_learned_table_is_looked_up_by_places() -> None:
@@ -127,8 +127,8 @@ def test_a_learned_table_is_looked_up_by_places() -> None:
         model(params, mn.named(ids(1, 4), "batch:1 length:4"), segments=mn.named(1, ""))
     rows, weights = padded(texts, 8)
     loss = jax.jit(model.loss)
-    wanted = loss(params, rows, weights=weights)
-    np.testing.assert_allclose(loss(params, **named(batch)), wanted, rtol=1e-5)
+    expected = loss(params, rows, weights=weights)
+    np.testing.assert_allclose(loss(params, **named(batch)), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +167,11 @@ def test_padding_takes_no_place_of_an_expert() -> None:
     params, tokens = plain.parameters(model), ids(1, 8)
     segments = np.repeat([0, 1], [4, 4])[None]  # padding comes first, and would be served first
     loss = jax.jit(lambda params, **batch: model.loss(params, training=True, **named(batch)))
-    found = [
+    results = [
         float(loss(params, tokens=np.where(segments, tokens, other), segments=segments))
         for other in (0, ids(1, 8) % 3)
     ]
-    np.testing.assert_allclose(*found, rtol=1e-6)
+    np.testing.assert_allclose(*results, rtol=1e-6)
 
 
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.full), True])
@@ -185,8 +185,8 @@ def test_shared_layers_are_layers_with_the_same_parameters(scan: bool) -> None:
         several[end] = {f"layer_{i}": params[end]["layer_0"] for i in range(2)}
     several["encoder"].pop("layer_1")
     batch = mn.named(ids(2, 6), "batch:2 length:6"), mn.named(ids(2, 8), "batch:2 length:8")
-    found = jax.jit(model.loss)(params, *batch)
-    np.testing.assert_allclose(found, jax.jit(apart.loss)(several, *batch), rtol=1e-6)
+    result = jax.jit(model.loss)(params, *batch)
+    np.testing.assert_allclose(result, jax.jit(apart.loss)(several, *batch), rtol=1e-6)
     both = (jax.jit(lambda p, m=m: m.greedy(p, batch[0], 5).array) for m in (model, apart))
     np.testing.assert_array_equal(next(both)(params), next(both)(several))
 
@@ -201,15 +201,15 @@ def test_a_prefix_is_seen_by_all_and_has_no_loss() -> None:
     batch = mn.named(tokens, "batch:2 length:8")
     counts = mn.named([3, 5], "batch:2")
     loss = jax.jit(model.loss)
-    found = loss(params, batch, prefix=counts)
+    actual = loss(params, batch, prefix=counts)
     mask = mn.named(np.arange(8) < np.array([[3], [5]]), "batch:2 length:8")
-    np.testing.assert_array_equal(loss(params, batch, prefix=mask), found)
+    np.testing.assert_array_equal(loss(params, batch, prefix=mask), actual)
 
     # Beside the plain twin: each position sees those before it and the prefix, moved up by one.
-    seen = np.tril(np.ones([8, 8], bool)) | (np.arange(8) <= np.array([3, 5])[:, None])[:, None]
-    logits = jax.jit(_plain_logits)(plain.bare(params), plain.before(tokens), seen)
-    wanted = plain.cross_entropy(logits, tokens, np.arange(8) >= np.array([[3], [5]]))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    result = np.tril(np.ones([8, 8], bool)) | (np.arange(8) <= np.array([3, 5])[:, None])[:, None]
+    logits = jax.jit(_plain_logits)(plain.bare(params), plain.before(tokens), result)
+    expected = plain.cross_entropy(logits, tokens, np.arange(8) >= np.array([[3], [5]]))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 def _plain_logits(bare: Any, tokens: Any, seen: Any) -> Any:
@@ -235,18 +235,20 @@ def test_a_prefix_is_continued_as_it_was_learned() -> None:
 
     @jax.jit
     def both(params: Any) -> Any:
-        found = model.greedy(params, prompt, 8, prefix=True)
+        actual = model.greedy(params, prompt, 8, prefix=True)
         beams, scores = model.beam_search(params, prompt, 8, "beam:2", prefix=True, alpha=0.0)
         prefix = mn.arange("length:8") <= 4
-        logits = model(params, mn.shift(found, 1, "length"), prefix=prefix)
+        logits = model(params, mn.shift(actual, 1, "length"), prefix=prefix)
         best = mn.index(beams, {"beam": 0})
-        given = mn.arange("length:8") < 4
-        likely = model.log_likelihoods(params, best, prefix=mn.broadcast(given, "batch:2 length"))
-        return found.array, mn.argmax(logits, "vocab").array, scores.array[:, 0], likely.array
+        is_prefix = mn.arange("length:8") < 4
+        likely = model.log_likelihoods(
+            params, best, prefix=mn.broadcast(is_prefix, "batch:2 length")
+        )
+        return actual.array, mn.argmax(logits, "vocab").array, scores.array[:, 0], likely.array
 
-    found, wanted, scores, likely = both(params)
-    np.testing.assert_array_equal(found[:, :4], prompt)
-    np.testing.assert_array_equal(found[:, 4:], wanted[:, 4:])
+    actual, expected, scores, likely = both(params)
+    np.testing.assert_array_equal(actual[:, :4], prompt)
+    np.testing.assert_array_equal(actual[:, 4:], expected[:, 4:])
     np.testing.assert_allclose(scores, likely, rtol=1e-5)
 
 
@@ -254,11 +256,11 @@ def test_a_prefix_is_continued_as_it_was_learned() -> None:
 def test_log_likelihoods_are_sums_of_losses() -> None:
     model = models.Transformer(DIMS, z_loss=0.1)
     params, tokens = plain.parameters(model), ids(2, 8)
-    found = jax.jit(model.log_likelihoods)(params, mn.named(tokens, "batch:2 length:8"))
+    actual = jax.jit(model.log_likelihoods)(params, mn.named(tokens, "batch:2 length:8"))
     logits = jax.jit(plain.transformer)(plain.bare(params), plain.before(tokens))
-    wanted = [-8 * plain.cross_entropy(x[None], t[None], jnp.ones([1, 8]))
+    expected = [-8 * plain.cross_entropy(x[None], t[None], jnp.ones([1, 8]))
               for x, t in zip(logits, tokens, strict=True)]  # fmt: skip
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 # The encoder-decoder.
@@ -284,8 +286,8 @@ def test_a_packed_pair_is_translated_as_alone(positions: Any) -> None:
     loss = jax.jit(model.loss)
 
     sources, targets = (padded([p[name] for p in several], 5)[0] for name in ("source", "target"))
-    wanted = loss(params, sources, targets)
-    np.testing.assert_allclose(loss(params, **named(batch)), wanted, rtol=1e-5)
+    expected = loss(params, sources, targets)
+    np.testing.assert_allclose(loss(params, **named(batch)), expected, rtol=1e-5)
 
 
 @pytest.mark.full
@@ -304,11 +306,11 @@ def test_weights_of_a_translator_count_beside_padding() -> None:
     weights = np.array([1.0, 0.25], "float32")
     batch = mn.named(source, "batch:2 length:6"), mn.named(target, "batch:2 length:8")
     likely = np.asarray(jax.jit(model.log_likelihoods)(params, *batch))
-    found = jax.jit(model.loss)(params, *batch, weights=mn.named(weights, "batch:2"))
-    np.testing.assert_allclose(found, -(likely * weights).sum() / 6 / weights.sum(), rtol=1e-5)
+    actual = jax.jit(model.loss)(params, *batch, weights=mn.named(weights, "batch:2"))
+    np.testing.assert_allclose(actual, -(likely * weights).sum() / 6 / weights.sum(), rtol=1e-5)
     logits = jax.jit(plain.encoder_decoder)(plain.bare(params), source, plain.before(target))
-    wanted = plain.cross_entropy(logits, target, (target != 0) * weights[:, None])
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    expected = plain.cross_entropy(logits, target, (target != 0) * weights[:, None])
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("positions", [slow("relative"), slow("rotary")])
@@ -318,9 +320,9 @@ def test_a_translator_decodes_with_positions(positions: Any) -> None:
 
     @jax.jit
     def both(params: Any) -> Any:
-        found = model.greedy(params, source, 6)
-        before = mn.shift(found, 1, "length")
-        return found.array, mn.argmax(model(params, source, before), "vocab").array
+        result = model.greedy(params, source, 6)
+        before = mn.shift(result, 1, "length")
+        return result.array, mn.argmax(model(params, source, before), "vocab").array
 
     np.testing.assert_array_equal(*both(params))
 
@@ -355,14 +357,14 @@ def test_packed_rows_hold_every_text_once() -> None:
     draw = np.random.default_rng(3)
     texts = [draw.integers(1, 99, n).tolist() for n in draw.integers(1, 13, 60)]
     batches = [*models.pack([{"x": text} for text in texts], {"x": 12}, rows=4)]
-    found = []
+    results = []
     for batch in batches:
         assert all(array.shape == (4, 12) for array in batch.values())
         parts = (batch[f"x{end}"] for end in ("", "_segments", "_places"))
         for tokens, segments, places in zip(*parts, strict=True):
             for number in range(1, segments.max() + 1):
-                found.append(tokens[segments == number].tolist())
-                np.testing.assert_array_equal(places[segments == number], range(len(found[-1])))
+                results.append(tokens[segments == number].tolist())
+                np.testing.assert_array_equal(places[segments == number], range(len(results[-1])))
             assert not tokens[segments == 0].any()
-    assert sorted(found) == sorted(texts)
+    assert sorted(results) == sorted(texts)
     assert len(batches) * 4 * 12 < 1.2 * sum(map(len, texts))

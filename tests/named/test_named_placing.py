@@ -104,7 +104,7 @@ JOINS = [
     unary("slice", lambda x: [joining.slice(x, "a", begin, 8) for begin in (0, 13)],
           lambda x: [x[:8], x[13:21]], ("a", "b"), "a:32 b:8"),
     unary("slice under another name",
-          lambda x: [joining.slice(each, "a", 3, 7, name="d") for each in (x, x > 0)],
+          lambda x: [joining.slice(operand, "a", 3, 7, name="d") for operand in (x, x > 0)],
           lambda x: [x[3:10], x[3:10] > 0], ("a", "b"), "a:16 b:8"),
     Case("pad", lambda x, v: [joining.pad(x, "a", *by, v) for by in ((3, 5), (0, 24))],
          lambda x, v: [np.pad(x, (by, (0, 0)), constant_values=v) for by in ((3, 5), (0, 24))],
@@ -135,23 +135,23 @@ def test_plan_moves_every_element_to_its_place() -> None:
             for run in every
             for i in range(run.length)
         }
-        wanted = {i: i + at for i in range(piece * pieces) if 0 <= i + at < result * pieces}
-        assert moved == wanted
+        expected = {i: i + at for i in range(piece * pieces) if 0 <= i + at < result * pieces}
+        assert moved == expected
         assert sorted(map(repr, itertools.chain(*placing.rounds(every)))) == sorted(
             map(repr, every)
         )
-        for each in placing.rounds(every):
+        for pairs in placing.rounds(every):
             for place in ("sender", "receiver"):
-                assert len({getattr(run, place) for run in each}) == len(each)
+                assert len({getattr(run, place) for run in pairs}) == len(pairs)
 
 
 def messages(function: Callable[[Any], Any], *arrays: Any) -> list[tuple[str, tuple[int, ...]]]:
     """The collectives of the compiled program: what they are, and the shape on one device."""
     text = jax.jit(function).lower(*arrays).compile().as_text()
-    found = re.findall(r"= \w+\[([\d,]*)\]\S* ([\w-]+?)(?:-start)?\(", text)
+    matches = re.findall(r"= \w+\[([\d,]*)\]\S* ([\w-]+?)(?:-start)?\(", text)
     names = ("all-", "collective-", "reduce-scatter")
     return [
-        (name, tuple(map(int, dims.split(",")))) for dims, name in found if name.startswith(names)
+        (name, tuple(map(int, dims.split(",")))) for dims, name in matches if name.startswith(names)
     ]
 
 
@@ -170,10 +170,10 @@ def test_devices_send_what_moves(function: Callable[[Any], Any], sent: list[int]
     """And the gradient sends it back: nothing is gathered there either."""
     with mn.rules("a:rows", mw.create_mesh({"rows": 4, "cols": 2})):
         x = mn.named(np.ones([32, 3], "float32"), "a:32 b:3")
-        wanted = [("collective-permute", (n, 3)) for n in sent]
-        assert sorted(messages(function, x)) == sorted(wanted)
+        expected = [("collective-permute", (n, 3)) for n in sent]
+        assert sorted(messages(function, x)) == sorted(expected)
         slope = jax.grad(lambda x: jnp.sum(jnp.sin(function(x).array)))
-        assert sorted(messages(slope, x)) == sorted(wanted * 2)
+        assert sorted(messages(slope, x)) == sorted(expected * 2)
 
 
 def test_halos_are_all_that_is_sent() -> None:
@@ -187,7 +187,7 @@ def test_under_vmap_and_scan() -> None:
     """What is written for each device's piece works inside JAX's transformations."""
     array = np.random.default_rng(0).normal(size=[3, 16]).astype("float32")
 
-    def each(row: Any) -> Any:
+    def function(row: Any) -> Any:
         x = mn.named(row, "a:16")
         return joining.concat([shifting.shift(x, 3, "a"), x], "a").array
 
@@ -196,12 +196,12 @@ def test_under_vmap_and_scan() -> None:
         return jax.lax.scan(step, x, None, length=3)[0]
 
     with mn.rules("a:rows", mw.create_mesh({"rows": 8})):
-        mapped = jax.jit(jax.vmap(each))(array)
+        mapped = jax.jit(jax.vmap(function))(array)
         x = mn.named(array[0], "a:16")
         scanned = jax.jit(turned)(x)
         slope = jax.jit(jax.grad(lambda x: jnp.vdot(turned(x).array, array[1])))(x)
-    wanted = np.concatenate([np.pad(array, ((0, 0), (3, 0)))[:, :16], array], 1)
-    np.testing.assert_array_equal(mapped, wanted)
+    expected = np.concatenate([np.pad(array, ((0, 0), (3, 0)))[:, :16], array], 1)
+    np.testing.assert_array_equal(mapped, expected)
     np.testing.assert_array_equal(scanned.array, np.roll(array[0], 15))
     np.testing.assert_allclose(slope.array, np.roll(array[1], -15), rtol=1e-6)
 
@@ -213,7 +213,7 @@ def test_under_named_vmap() -> None:
     def each(x: mn.NamedArray) -> list[mn.NamedArray]:
         return [shifting.shift(x, 3, "b"), mn.cumsum(x, "b"), mn.top_k(x, "b", "k:2")[0]]
 
-    wanted = [
+    expected = [
         moved(array, 3, False, 1),
         np.cumsum(array, 1),
         np.sort(array, 1)[:, :-3:-1],
@@ -221,8 +221,8 @@ def test_under_named_vmap() -> None:
     for rules in ("a:rows;b:cols", "a:rows", "b:rows"):
         with mn.rules(rules, mw.create_mesh({"rows": 4, "cols": 2})):
             x = mn.named(array, "a:8 b:16")
-            found = jax.jit(mn.vmap(each, "a"))(x)
-        for one, other in zip(found, wanted, strict=True):
+            actual = jax.jit(mn.vmap(each, "a"))(x)
+        for one, other in zip(actual, expected, strict=True):
             np.testing.assert_allclose(one.array, other, rtol=1e-5, atol=1e-6)
 
 

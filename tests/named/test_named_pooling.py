@@ -141,8 +141,10 @@ def moved(function: Any, rules: str, axes: dict[str, int]) -> list[tuple[str, An
         x = mn.named(jnp.ones([8, 16, 8, 2]), IMAGE)
         gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(function(x).array))))
         text = gradient.lower(x).compile().as_text() or ""
-    found = read_collectives(text, tuple(axes.items()))
-    return [(each.kind, array.dims) for each in found for array in each.arrays]
+    collectives = read_collectives(text, tuple(axes.items()))
+    return [
+        (collective.kind, array.dims) for collective in collectives for array in collective.arrays
+    ]
 
 
 @pytest.mark.parametrize("function", [p.max_pool, p.avg_pool])
@@ -168,9 +170,9 @@ def test_windows_side_by_side_move_nothing(function: Any) -> None:
 
 def test_short_floats_are_added_up_in_long_ones() -> None:
     x = mn.named(jnp.full([512], 1.01, "bfloat16"), "t:512")
-    found = p.avg_pool(x, "t:512")
-    assert found.dtype == jnp.bfloat16
-    assert float(found.array[0]) == float(x.array[0])
+    result = p.avg_pool(x, "t:512")
+    assert result.dtype == jnp.bfloat16
+    assert float(result.array[0]) == float(x.array[0])
 
 
 def test_the_largest_of_equals_gets_the_gradient_whole_however_split() -> None:
@@ -178,10 +180,10 @@ def test_the_largest_of_equals_gets_the_gradient_whole_however_split() -> None:
         total = lambda x: jnp.sum(p.max_pool(x, "t:3", strides=1, padding="SAME").array)  # noqa: E731
         return np.asarray(jax.jit(jax.grad(total))(ones("t:16")))
 
-    wanted = gradient()
+    expected = gradient()
     with mn.rules("t:all", mw.create_mesh({"all": 8})):
-        np.testing.assert_array_equal(gradient(), wanted)
-    assert wanted.sum() == 16
+        np.testing.assert_array_equal(gradient(), expected)
+    assert expected.sum() == 16
 
 
 def test_a_reduction_of_ones_own_may_have_a_dim_of_the_windows_name() -> None:

@@ -18,11 +18,11 @@ from meshwright.named import layers
 def test_buckets_are_those_of_t5(causal: bool) -> None:
     offsets = np.arange(-200, 201)
     layer = layers.RelativeBias("heads:1", causal=causal)
-    wanted = t5_bucket(offsets, causal, 32, 128)
-    np.testing.assert_array_equal([layer.bucket(int(at)) for at in offsets], wanted)
+    expected = t5_bucket(offsets, causal, 32, 128)
+    np.testing.assert_array_equal([layer.bucket(int(at)) for at in offsets], expected)
     table = mn.named(np.arange(32.0, dtype="float32")[:, None], "bucket:32 heads:1")
-    found = layer({"table": table}, mn.named(offsets, "memory:401"))
-    np.testing.assert_array_equal(found.array[:, 0], wanted)
+    result = layer({"table": table}, mn.named(offsets, "memory:401"))
+    np.testing.assert_array_equal(result.array[:, 0], expected)
 
 
 BIAS = layers.RelativeBias("heads:8", buckets=8, furthest=16)
@@ -103,8 +103,8 @@ NEAR = np.abs(np.arange(16)[:, None] - np.arange(16)) <= 3
 def biased(q: Any, k: Any, v: Any, table: Any) -> Any:
     bias = BIAS({"table": table}, away())
     k, v = (mn.rename(x, "length", "memory") for x in (k, v))
-    found = layers.attend(q, k, v, bias=bias, scale=0.7)
-    return found.transpose("length heads d_kv")
+    result = layers.attend(q, k, v, bias=bias, scale=0.7)
+    return result.transpose("length heads d_kv")
 
 
 def locally(q: Any, k: Any, v: Any, table: Any) -> Any:

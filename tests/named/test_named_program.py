@@ -80,23 +80,23 @@ def losses_on_one_device():
         changes, slots = optimizer.update(grads, slots, params)
         return optax.apply_updates(params, changes), slots, value
 
-    slots, found = optimizer.init(params), []
+    slots, result = optimizer.init(params), []
     for batch in batches():
         params, slots, value = step(params, slots, batch)
-        found.append(float(value))
-    return found, params
+        result.append(float(value))
+    return result, params
 
 
 def train(trainer, many=None):
-    state, found = trainer.init(), []
+    state, result = trainer.init(), []
     for info in trainer.steps(state, many or batches()):
         state = info.state
-        found.append(float(info.logs["loss"]))
-    return found, state
+        result.append(float(info.logs["loss"]))
+    return result, state
 
 
 @pytest.fixture(scope="module")
-def wanted():
+def expected():
     return losses_on_one_device()
 
 
@@ -137,32 +137,32 @@ def test_bare_parameters_may_stand_beside_named_ones():
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", RULES)
-def test_one_string_lays_out_parameters_slots_and_batch_and_the_losses_stay(kind, wanted):
+def test_one_string_lays_out_parameters_slots_and_batch_and_the_losses_stay(kind, expected):
     placement = placed(kind)
     trainer = mw.Trainer(program(), placement)
-    found, state = train(trainer)
-    np.testing.assert_allclose(found, wanted[0], rtol=1e-5)
-    assert_same(state, wanted[1])
-    told = mn.DimRules(RULES[kind][1])
+    actual, state = train(trainer)
+    np.testing.assert_allclose(actual, expected[0], rtol=1e-5)
+    assert_same(state, expected[1])
+    rules = mn.DimRules(RULES[kind][1])
     for part in (state.params, {p: v for p, v in state.slots.items() if p != "0/count"}):
         for path, value in part.items():
             names = ("hidden", "io") if "down" in path else ("io", "hidden")
             names = ("hidden",) if path.endswith("bias") else names
-            specs = [told.axis(name) for name in names]
+            specs = [rules.axis(name) for name in names]
             assert value.sharding.is_equivalent_to(
                 mw.Layout(specs, placement.mesh).sharding, value.ndim
             )
     x = trainer.put(batches(1)[0])["x"]
-    specs = [told.axis("batch"), told.axis("io")]
+    specs = [rules.axis("batch"), rules.axis("io")]
     assert mw.fetch_layout(x).specs == mw.Layout(specs).specs
 
 
 def test_the_operations_inside_are_laid_out_too():
-    seen = []
+    observations = []
 
     def looking(params, batch):
         h = mn.einsum([batch["x"], params["up"]["kernel"]])
-        jax.debug.inspect_array_sharding(h.array, callback=seen.append)
+        jax.debug.inspect_array_sharding(h.array, callback=observations.append)
         return mn.reduce_mean(h)
 
     placement = placed("2-D")
@@ -172,19 +172,19 @@ def test_the_operations_inside_are_laid_out_too():
         ),
         [{"x": np.ones([BATCH, IO])}],
     )
-    wanted = mw.Layout(["rows", "cols"], placement.mesh).sharding
-    assert all(lies.is_equivalent_to(wanted, 2) for lies in seen)
-    assert seen
+    expected = mw.Layout(["rows", "cols"], placement.mesh).sharding
+    assert all(lies.is_equivalent_to(expected, 2) for lies in observations)
+    assert observations
 
 
 @pytest.mark.full
-def test_without_names_a_batch_comes_as_it_is(wanted):
+def test_without_names_a_batch_comes_as_it_is(expected):
     def naming(params, batch):
         return loss(params, {k: mn.named(v, f"batch:{BATCH} io:{IO}") for k, v in batch.items()})
 
     alone = mw.named_program(naming, init, optax.adam(0.01))
-    found, _ = train(mw.Trainer(alone, placed("2-D")))
-    np.testing.assert_allclose(found, wanted[0], rtol=1e-5)
+    actual, _ = train(mw.Trainer(alone, placed("2-D")))
+    np.testing.assert_allclose(actual, expected[0], rtol=1e-5)
 
 
 def test_a_path_rule_goes_before_the_names_and_axes_stay_axes():
@@ -198,11 +198,11 @@ def test_a_path_rule_goes_before_the_names_and_axes_stay_axes():
     assert table["up/kernel"].reason == "hidden:cols"
 
 
-def test_without_rules_for_dims_a_named_program_is_as_any_other(wanted):
+def test_without_rules_for_dims_a_named_program_is_as_any_other(expected):
     mesh = mw.create_mesh({"batch": 4, "cols": 2})
     placement = mw.Placement.of(mesh, {"up/kernel": [None, "cols"]})
-    found, _ = train(mw.Trainer(program(), placement))
-    np.testing.assert_allclose(found, wanted[0], rtol=1e-5)
+    actual, _ = train(mw.Trainer(program(), placement))
+    np.testing.assert_allclose(actual, expected[0], rtol=1e-5)
 
 
 def test_the_table_shows_dims_and_rules():
@@ -219,12 +219,12 @@ def test_the_table_shows_dims_and_rules():
     ("kind", "zero"),
     [("data parallel", 1), ("2-D", 1), ("2-D", 2), ("data parallel", 3), ("2-D", 3)],
 )
-def test_zero_shares_out_on_top_of_the_rules(kind, zero, wanted, monkeypatch):
+def test_zero_shares_out_on_top_of_the_rules(kind, zero, expected, monkeypatch):
     monkeypatch.setattr("meshwright.layouts.zero.SMALL_ELEMENTS", 8)
     trainer = mw.Trainer(program(), placed(kind, zero=zero))
-    found, state = train(trainer)
-    np.testing.assert_allclose(found, wanted[0], rtol=1e-5)
-    assert_same(state, wanted[1])
+    actual, state = train(trainer)
+    np.testing.assert_allclose(actual, expected[0], rtol=1e-5)
+    assert_same(state, expected[1])
     axis = "all" if kind == "data parallel" else "rows"
     assert axis in mw.fetch_layout(state.slots["0/mu/up/kernel"]).axes
     assert (axis in mw.fetch_layout(state.params["up/kernel"]).axes) == (zero == 3)
@@ -235,7 +235,7 @@ def test_zero_shares_out_on_top_of_the_rules(kind, zero, wanted, monkeypatch):
     ("way", "zero"),
     [("side by side", 0), ("side by side", 2), ("in a loop", 0), ("written out", 2)],
 )
-def test_micro_batches_make_one_step(way, zero, wanted, monkeypatch):
+def test_micro_batches_make_one_step(way, zero, expected, monkeypatch):
     monkeypatch.setattr("meshwright.layouts.zero.SMALL_ELEMENTS", 8)
     how = mw.StepOptions(accumulate=2)
     halves = [
@@ -245,17 +245,17 @@ def test_micro_batches_make_one_step(way, zero, wanted, monkeypatch):
     ]
     with accumulating_in(way):
         _, state = train(mw.Trainer(program(), placed("2-D", zero=zero), how), halves)
-    assert_same(state, wanted[1])
+    assert_same(state, expected[1])
 
 
-def test_remat_changes_no_number(wanted):
+def test_remat_changes_no_number(expected):
     how = mw.StepOptions(remat="nothing_saveable")
-    found, _ = train(mw.Trainer(program(), placed("2-D"), how))
-    np.testing.assert_allclose(found, wanted[0], rtol=1e-5)
+    actual, _ = train(mw.Trainer(program(), placed("2-D"), how))
+    np.testing.assert_allclose(actual, expected[0], rtol=1e-5)
 
 
 @pytest.mark.full
-def test_a_checkpoint_goes_on_under_other_rules_and_on_another_mesh(tmp_path, wanted):
+def test_a_checkpoint_goes_on_under_other_rules_and_on_another_mesh(tmp_path, expected):
     def run(kind, count, zero=0):
         trainer = mw.Trainer(program(), placed(kind, zero=zero))
         with mw.Checkpoints(tmp_path) as checkpoints:
@@ -264,8 +264,8 @@ def test_a_checkpoint_goes_on_under_other_rules_and_on_another_mesh(tmp_path, wa
     run("2-D", 1)
     run("model parallel", 2)
     state, logs = run("3-D", 3, zero=1)
-    assert float(logs["loss"]) == pytest.approx(wanted[0][-1], rel=1e-5)
-    assert_same(state, wanted[1])
+    assert float(logs["loss"]) == pytest.approx(expected[0][-1], rel=1e-5)
+    assert_same(state, expected[1])
     saved = {f"{a.path} {a.dims}" for a in mw.read_checkpoint(tmp_path).arrays}
     assert "up/kernel (8, 64)" in saved
 
@@ -274,8 +274,8 @@ def test_a_checkpoint_goes_on_under_other_rules_and_on_another_mesh(tmp_path, wa
 def test_factored_slots_lie_by_their_own_dims():
     optimizer = mn.adafactor(min_dim=8)
     trainer = mw.Trainer(program(optimizer), placed("2-D"))
-    found, state = train(trainer)
-    np.testing.assert_allclose(found, train(mw.Trainer(program(optimizer), alone()))[0], rtol=1e-5)
+    result, state = train(trainer)
+    np.testing.assert_allclose(result, train(mw.Trainer(program(optimizer), alone()))[0], rtol=1e-5)
     assert mw.fetch_layout(state.slots["rows/up/kernel"]).specs == ("unsharded",)  # io
     assert mw.fetch_layout(state.slots["columns/up/kernel"]).specs == ("cols",)  # hidden
 
@@ -284,7 +284,7 @@ def test_factored_slots_lie_by_their_own_dims():
 def test_a_dry_run_compiles_the_step_for_a_target():
     trainer = mw.Trainer(program(), placed("2-D"))
     compiled = compile_ahead(trainer.step, (trainer.init(), trainer.put(batches(1)[0])), "cpu:8")
-    over = {axis for each in compiled.of_kind("all-reduce") for axis in each.axes}
+    over = {axis for collective in compiled.of_kind("all-reduce") for axis in collective.axes}
     assert over == {"rows", "cols"}
 
 
@@ -403,13 +403,13 @@ def test_the_transformer_trains_alike_whatever_else_a_step_does(zero, accumulate
         parts = [{"tokens": t[i : i + rows]} for t in tokens for i in range(0, 16, rows)]
         return train(mw.Trainer(language, placement, how), parts)[1].params
 
-    wanted = trained(alone(), mw.StepOptions())
+    expected = trained(alone(), mw.StepOptions())
     mesh = mw.create_mesh({"rows": 4, "cols": 2})
     rules = "batch:rows;vocab:cols;d_ff:cols;heads:cols"
     how = mw.StepOptions(accumulate=accumulate)
-    found = trained(mw.Placement.of(mesh, rules=rules, zero=zero), how)
-    for path, value in found.items():
-        np.testing.assert_allclose(value, wanted[path], rtol=2e-3, atol=2e-4, err_msg=path)
+    result = trained(mw.Placement.of(mesh, rules=rules, zero=zero), how)
+    for path, value in result.items():
+        np.testing.assert_allclose(value, expected[path], rtol=2e-3, atol=2e-4, err_msg=path)
 
 
 @pytest.mark.full

@@ -71,11 +71,11 @@ def test_the_same_numbers_under_any_rules(kind):
     key = jax.random.key(7)
     with scope(rules):
         draw = jax.jit(lambda key: {name: named(key) for name, (named, _) in DRAWS.items()})
-        found = draw(key)
+        result = draw(key)
     with mn.no_rules():
-        wanted = jax.jit(lambda key: {name: bare(key) for name, (_, bare) in DRAWS.items()})(key)
-    for name, x in found.items():
-        np.testing.assert_allclose(x.array, wanted[name], rtol=1e-6, atol=1e-6, err_msg=name)
+        expected = jax.jit(lambda key: {name: bare(key) for name, (_, bare) in DRAWS.items()})(key)
+    for name, x in result.items():
+        np.testing.assert_allclose(x.array, expected[name], rtol=1e-6, atol=1e-6, err_msg=name)
         if rules is not None:
             lies = rules.layout(x.dims).sharding
             assert x.array.sharding.is_equivalent_to(lies, x.array.ndim), name
@@ -97,8 +97,10 @@ def test_only_candidates_are_exchanged():
         x = mn.named(jnp.zeros([4, 256]), "batch:4 vocab:256")
         sample = jax.jit(lambda key, x: random.categorical(key, x, "vocab"))
         compiled = sample.lower(jax.random.key(0), x).compile()
-    moved = read_collectives(compiled.as_text(), mesh.axes)
-    assert sum(each.elements for each in moved) == 2 * 4 * 8  # a value and a place from each device
+    traffic = read_collectives(compiled.as_text(), mesh.axes)
+    assert (
+        sum(collective.elements for collective in traffic) == 2 * 4 * 8
+    )  # a value and a place from each device
 
 
 def test_old_keys_and_other_types_are_taken():
@@ -119,9 +121,9 @@ def test_temperature_makes_choices_more_even():
     x = mn.named(jnp.asarray(np.tile(weights, (8192, 1)), jnp.float32), "draw:8192 vocab:4")
     for temperature in (0.5, 1.0, 2.0):
         drawn = random.sample_with_temperature(jax.random.key(2), x, "vocab", temperature)
-        found = np.bincount(np.asarray(drawn), minlength=4) / 8192
-        wanted = np.exp(weights / temperature) / np.sum(np.exp(weights / temperature))
-        np.testing.assert_allclose(found, wanted, atol=4 * 0.5 / 8192**0.5)
+        actual = np.bincount(np.asarray(drawn), minlength=4) / 8192
+        expected = np.exp(weights / temperature) / np.sum(np.exp(weights / temperature))
+        np.testing.assert_allclose(actual, expected, atol=4 * 0.5 / 8192**0.5)
     cold = random.sample_with_temperature(jax.random.key(2), x, "vocab", 0)
     assert set(np.asarray(cold)) == {2}
 
@@ -129,11 +131,11 @@ def test_temperature_makes_choices_more_even():
 def test_dropout_keeps_the_mean_and_its_gradient_is_what_it_kept():
     x = mn.named(jnp.ones([64, 64]), "batch:64 io:64")
     drop = lambda x: random.dropout(x, jax.random.key(0), rate=0.2)  # noqa: E731
-    kept = np.asarray(drop(x))
-    assert set(np.unique(kept)) == {np.float32(0), np.float32(1.25)}
-    assert abs(kept.mean() - 1) < 0.02
+    dropped = np.asarray(drop(x))
+    assert set(np.unique(dropped)) == {np.float32(0), np.float32(1.25)}
+    assert abs(dropped.mean() - 1) < 0.02
     gradient = jax.grad(lambda x: mn.reduce_sum(drop(x)).array)(x)
-    np.testing.assert_array_equal(gradient.array, kept)
+    np.testing.assert_array_equal(gradient.array, dropped)
 
 
 def test_dropout_of_nothing_and_of_everything():

@@ -17,16 +17,16 @@ import meshwright.named as mn
 
 
 def test_rules_from_texts_mappings_and_pairs():
-    wanted = mn.DimRules("batch:rows;hidden:cols")
+    expected = mn.DimRules("batch:rows;hidden:cols")
     pairs = [("batch", "rows"), ("hidden", "cols")]
-    for given in (
+    for form in (
         "batch:rows hidden:cols",
         "batch:rows,hidden:cols;batch:rows",
         dict(pairs),
         pairs,
     ):
-        assert mn.DimRules(given) == mn.DimRules(wanted) == wanted
-    assert (str(wanted), repr(wanted)) == (
+        assert mn.DimRules(form) == mn.DimRules(expected) == expected
+    assert (str(expected), repr(expected)) == (
         "batch:rows;hidden:cols",
         "DimRules('batch:rows;hidden:cols')",
     )
@@ -206,13 +206,13 @@ def test_what_needs_no_constraint_lies_right_without():
     """Operations leave out the constraint where XLA derives it from their operand's."""
     with mn.rules("a:rows;b:cols;c:planes", mesh(rows=2, cols=2, planes=2)) as rules:
 
-        def each(x: Any) -> list[mn.NamedArray]:
+        def functions(x: Any) -> list[mn.NamedArray]:
             x = mn.named(x, "a:8 b:8 c:8")
             return [function(x) for function in INHERITING]
 
-        traced = jax.jit(each).trace(jax.ShapeDtypeStruct((8, 8, 8), jnp.float32))
+        traced = jax.jit(functions).trace(jax.ShapeDtypeStruct((8, 8, 8), jnp.float32))
         x = jnp.sin(counting(8, 8, 8))
-        found = jax.jit(each)(x) + each(x)  # in a program, and one by one
+        result = jax.jit(functions)(x) + functions(x)  # in a program, and one by one
     assert str(traced.jaxpr).count("sharding_constraint") == 1  # that of named()
-    for x in found:
+    for x in result:
         assert lies_by(rules, x), x.dims

@@ -47,14 +47,14 @@ RULES = (
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_do_not_depend_on_rules_of_several_axes(name, rules):
     function, *dims = CASES[name]
-    given = [array(each, seed) for seed, each in enumerate(dims)]
+    operands = [array(text, seed) for seed, text in enumerate(dims)]
     both = mn.value_and_grad(function)
-    wanted, slope = both(*given)
+    expected, slope = both(*operands)
     mesh = mw.create_mesh(MESH)
     with mn.rules(rules, mesh, strict=False):
-        laid = [mn.named(each.array, each.dims) for each in given]
-        found, slopes = jax.jit(both)(*laid)
-    np.testing.assert_allclose(found.array, wanted.array, rtol=1e-5)
+        laid = [mn.named(operand.array, operand.dims) for operand in operands]
+        actual, slopes = jax.jit(both)(*laid)
+    np.testing.assert_allclose(actual.array, expected.array, rtol=1e-5)
     np.testing.assert_allclose(slopes.array, slope.array, rtol=1e-4, atol=1e-6)
     layout = mn.layout_of(dims[0], rules, mesh)
     assert laid[0].array.sharding.is_equivalent_to(layout.sharding, 2)
@@ -66,10 +66,10 @@ def test_a_convolution_takes_a_batch_along_several_axes_and_windows_along_one():
     def convolved():
         return mn.conv1d(x, kernel, "t:taps")
 
-    wanted, mesh = convolved(), mw.create_mesh(MESH)
+    expected, mesh = convolved(), mw.create_mesh(MESH)
     with mn.rules("batch:rows+cols;out:planes", mesh):
-        found = convolved()
-    np.testing.assert_allclose(found.array, wanted.array, rtol=1e-4, atol=1e-5)
+        actual = convolved()
+    np.testing.assert_allclose(actual.array, expected.array, rtol=1e-4, atol=1e-5)
     with (
         mn.rules("t:rows+cols", mesh, strict=False),
         pytest.raises(mw.LayoutError, match=r"dim 't' lies along 2 axes \(rows\+cols\)"),

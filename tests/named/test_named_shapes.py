@@ -103,8 +103,8 @@ ON_ONE_AXIS = [
 
 
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4)])
-@pytest.mark.parametrize(("function", "dims", "axes"), [each[1:] for each in ON_ONE_AXIS],
-                         ids=[each[0] for each in ON_ONE_AXIS])  # fmt: skip
+@pytest.mark.parametrize(("function", "dims", "axes"), [row[1:] for row in ON_ONE_AXIS],
+                         ids=[row[0] for row in ON_ONE_AXIS])  # fmt: skip
 def test_dims_change_axes(
     function: Callable[[Any], Any], dims: str, axes: dict[str, int], sizes: tuple[int, int]
 ) -> None:
@@ -117,8 +117,8 @@ def test_dims_change_axes(
         x = mn.named(array, dims)
         compiled = jax.jit(function).lower(x).compile()
         result = compiled(x)
-        wanted = array.reshape([dim.size for dim in result.dims])
-        np.testing.assert_array_equal(np.asarray(result), wanted)
+        expected = array.reshape([dim.size for dim in result.dims])
+        np.testing.assert_array_equal(np.asarray(result), expected)
         assert result.array.sharding.is_equivalent_to(
             rules.layout(result.dims).sharding, len(result.dims)
         )

@@ -60,11 +60,11 @@ def descent(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def losses(step: Callable[..., Any], params: Any, *batch: Any) -> list[float]:
-    found = []
+    results = []
     for _ in range(5):
         params, loss = step(params, *batch)
-        found.append(float(loss))
-    return found
+        results.append(float(loss))
+    return results
 
 
 def of_plain(loss: Callable[..., Any], params: Any, *batch: Any) -> list[float]:
@@ -82,7 +82,7 @@ def params() -> Any:
 
 
 @pytest.fixture(scope="module")
-def wanted(params: Any) -> list[float]:
+def expected(params: Any) -> list[float]:
     return of_plain(plain_loss, params, TOKENS)
 
 
@@ -97,12 +97,12 @@ def plain_loss(params: Any, tokens: Any, z_loss: float = 1e-2) -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize("rules", RULES)
 def test_losses_over_five_steps_are_those_of_the_plain_twin(
-    rules: str, params: Any, wanted: list[float]
+    rules: str, params: Any, expected: list[float]
 ) -> None:
     with rules_of(rules):
         named = laid(params), mn.named(TOKENS, "batch:8 length:8")
         step = jax.jit(descent(MODEL.loss)).lower(*named).compile()
-        np.testing.assert_allclose(losses(step, *named), wanted, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(losses(step, *named), expected, rtol=0, atol=TOLERANCE)
     gathered = [one or other for one, other in GATHER.findall(step.as_text())]
     if rules == "split positions":  # keys and values of every position, for those of each device
         keys = {"f32[8,8,4,4]{3,2,0,1}"}
@@ -122,12 +122,12 @@ def test_an_encoder_decoder_is_the_plain_twin_under_the_rules_of_the_paper() -> 
         logits = plain.encoder_decoder(params, source, plain.before(target))
         return plain.cross_entropy(logits, target, target != 0)
 
-    wanted = of_plain(plain_loss, params, source, target)
+    expected = of_plain(plain_loss, params, source, target)
     with rules_of("2-D, of the paper"):
         batch = mn.named(source, "batch:8 length:6"), mn.named(target, "batch:8 length:8")
         params = laid(params)
         step = jax.jit(descent(model.loss)).lower(params, *batch).compile()
-        np.testing.assert_allclose(losses(step, params, *batch), wanted, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(losses(step, params, *batch), expected, rtol=0, atol=TOLERANCE)
     assert not GATHER.findall(step.as_text())
 
 
@@ -187,7 +187,7 @@ def stacked(params: Any) -> Any:
     """Parameters of layers that are written out, as those of a loop over them."""
     dim = mn.Dim("layers", len(params["stack"]))
     blocks = jax.tree.map(
-        lambda *each: mn.NamedArray(jnp.stack([x.array for x in each]), (dim, *each[0].dims)),
+        lambda *copies: mn.NamedArray(jnp.stack([x.array for x in copies]), (dim, *copies[0].dims)),
         *params["stack"].values(),
         is_leaf=is_named,
     )
@@ -218,11 +218,11 @@ def test_scan_and_remat_change_neither_loss_nor_gradient(remat: bool, two: Any) 
     tokens = mn.named(TOKENS, "batch:8 length:8")
     loss, gradients = jax.jit(jax.value_and_grad(models.Transformer(DIMS).loss))(two[0], tokens)
     with rules_of("2-D, of the paper"):
-        found, of_loop = jax.jit(jax.value_and_grad(model.loss))(laid(two[1]), tokens)
-    np.testing.assert_allclose(found, loss, rtol=0, atol=TOLERANCE)
-    wanted = stacked(gradients)
-    assert jax.tree.structure(of_loop) == jax.tree.structure(wanted)
-    for x, y in zip(jax.tree.leaves(of_loop), jax.tree.leaves(wanted), strict=True):
+        result, of_loop = jax.jit(jax.value_and_grad(model.loss))(laid(two[1]), tokens)
+    np.testing.assert_allclose(result, loss, rtol=0, atol=TOLERANCE)
+    expected = stacked(gradients)
+    assert jax.tree.structure(of_loop) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(of_loop), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
@@ -258,20 +258,20 @@ def test_dropout_draws_the_same_under_any_rules(params: Any) -> None:
         quiet = model.loss(params, tokens, key=key, training=False)
         return model.loss(params, tokens, key=key), quiet
 
-    wanted, quiet = jax.jit(losses)(params)
-    assert abs(wanted - quiet) > 1e-3  # in evaluation nothing is left out
+    expected, quiet = jax.jit(losses)(params)
+    assert abs(expected - quiet) > 1e-3  # in evaluation nothing is left out
     with rules_of("2-D, of the paper"):
-        found = jax.jit(losses)(laid(params))
-    np.testing.assert_allclose(found, (wanted, quiet), rtol=0, atol=TOLERANCE)
+        actual = jax.jit(losses)(laid(params))
+    np.testing.assert_allclose(actual, (expected, quiet), rtol=0, atol=TOLERANCE)
 
 
 def test_weights_leave_tokens_out_of_the_loss(params: Any) -> None:
     tokens = ids(2, 8)
     weights = mn.named((np.arange(8) < 6).astype("float32"), "length:8")
     loss = jax.jit(ONE.loss)
-    found = loss(params, mn.named(tokens, "batch:2 length:8"), weights=weights)
-    wanted = loss(params, mn.named(tokens[:, :6], "batch:2 length:6"))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+    actual = loss(params, mn.named(tokens, "batch:2 length:8"), weights=weights)
+    expected = loss(params, mn.named(tokens[:, :6], "batch:2 length:6"))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
 
 
 class WithLoss(layers.FeedForward):
@@ -307,8 +307,8 @@ def test_a_mixture_of_experts_is_a_feed_forward_layer() -> None:
     tokens = mn.named(TOKENS, "batch:8 length:8")
     with mn.rules(f"{PAPER};experts:rows", mw.create_mesh({"rows": 4, "cols": 2})):
         loss = functools.partial(model.loss, key=jax.random.key(0))
-        found = jax.eval_shape(jax.grad(loss), params, tokens)
-        assert jax.tree.structure(found) == jax.tree.structure(params)
+        result = jax.eval_shape(jax.grad(loss), params, tokens)
+        assert jax.tree.structure(result) == jax.tree.structure(params)
         assert jax.eval_shape(lambda p: model.greedy(p, tokens, 8), params).shape == tokens.shape
 
 
@@ -341,7 +341,7 @@ def test_training_uses_the_capacity_of_training() -> None:
     tokens = mn.named(ids(2, 8), "batch:2 length:8")
     how = ({"training": True}, {"key": jax.random.key(0)}, {"training": False})
     trained, keyed, evaluated = (
-        float(jax.jit(functools.partial(model.loss, **each))(params, tokens)) for each in how
+        float(jax.jit(functools.partial(model.loss, **options))(params, tokens)) for options in how
     )
     assert trained == keyed != evaluated
 
@@ -351,9 +351,9 @@ def test_a_token_before_the_first_may_be_any(params: Any) -> None:
     tokens = ids(2, 8)
     inputs = np.concatenate([np.full([2, 1], 7), tokens[:, :-1]], 1)
     logits = jax.jit(plain.transformer)(plain.bare(params), inputs)
-    wanted = plain.cross_entropy(logits, tokens, jnp.ones(tokens.shape))
-    found = jax.jit(model.loss)(params, mn.named(tokens, "batch:2 length:8"))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+    expected = plain.cross_entropy(logits, tokens, jnp.ones(tokens.shape))
+    actual = jax.jit(model.loss)(params, mn.named(tokens, "batch:2 length:8"))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.full
@@ -361,15 +361,15 @@ def test_parameters_are_the_same_under_any_rules_which_may_be_given() -> None:
     params = jax.jit(ONE.init)(jax.random.key(0))
     with rules_of("2-D, of the paper") as rules:
         anew = jax.jit(ONE.init)(jax.random.key(0))
-    found, wanted = (jax.tree.leaves(x, is_leaf=is_named) for x in (anew, params))
-    for x, y in zip(found, wanted, strict=True):
+    actual, expected = (jax.tree.leaves(x, is_leaf=is_named) for x in (anew, params))
+    for x, y in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(x.array, y.array)
         sharding = rules.layout(x.dims).sharding
         assert x.array.sharding.is_equivalent_to(sharding, x.array.ndim)
     tokens = mn.named(TOKENS, "batch:8 length:8")
     loss = jax.jit(lambda params, tokens: ONE.loss(params, tokens, rules=rules))  # type: ignore
-    wanted = jax.jit(plain_loss)(plain.bare(params), TOKENS, 0.0)
-    np.testing.assert_allclose(loss(anew, tokens), wanted, rtol=0, atol=TOLERANCE)
+    expected = jax.jit(plain_loss)(plain.bare(params), TOKENS, 0.0)
+    np.testing.assert_allclose(loss(anew, tokens), expected, rtol=0, atol=TOLERANCE)
 
 
 # What does not fit.

@@ -136,7 +136,7 @@ def transformer(
     for n in reversed(range(blocks)):
         _block_backward(b, n)
     b.add("scatter-add", "tokens x0'", "rows'", "vocab d_model", "embed", summed="batch length")
-    for path in [path for path, each in b.tensors.items() if each.role == "parameter"]:
+    for path in [path for path, tensor in b.tensors.items() if tensor.role == "parameter"]:
         b.adam(path)
     return b.graph()
 

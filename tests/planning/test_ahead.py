@@ -94,9 +94,10 @@ def test_donation_survives():
     assert ahead(donated=True).donated_bytes == state_bytes
     assert ahead(donated=False).donated_bytes == 0
     # XLA for CPU counts no shared buffer in its peak, so the sum is compared.
-    kept, given = ahead(donated=False), ahead(donated=True)
-    assert kept.output_bytes - kept.donated_bytes >= given.output_bytes - given.donated_bytes + (
-        state_bytes
+    without, donating = ahead(donated=False), ahead(donated=True)
+    assert (
+        without.output_bytes - without.donated_bytes
+        >= donating.output_bytes - donating.donated_bytes + (state_bytes)
     )
 
 
@@ -147,9 +148,9 @@ def test_a_keras_step_is_the_one_that_fit_runs():
     direct = functions.train.lower(strategy.state(model), batch).compile()
     assert figures(compiled) == figures_of_jax(direct)
     explained = strategy.explain(model)
-    held = sum(placed.bytes_per_device for placed in explained.placed)
-    assert compiled.argument_bytes == held + 4 * (4 * 16 + 4 * 8)
-    assert compiled.donated_bytes == held
+    bytes_held = sum(placed.bytes_per_device for placed in explained.placed)
+    assert compiled.argument_bytes == bytes_held + 4 * (4 * 16 + 4 * 8)
+    assert compiled.donated_bytes == bytes_held
     assert len(jax.tree.leaves(state)) == len(explained.placed)
 
 
@@ -263,9 +264,9 @@ def test_wide_numbers_asked_for_in_code_reach_the_compiler():
 
 
 def test_whoever_watches_is_told_how_long_it_takes():
-    told: list[float] = []
-    with watching(told.append):
+    waits_s: list[float] = []
+    with watching(waits_s.append):
         x = laid_out(mw.Mesh(MESH), (16, 4), ["batch", None])
         compile_ahead(jax.jit(lambda x: x.sum()), [x], "cpu:8")
-    assert told[0] < 1
-    assert told == sorted(told)
+    assert waits_s[0] < 1
+    assert waits_s == sorted(waits_s)

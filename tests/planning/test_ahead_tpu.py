@@ -227,10 +227,10 @@ def test_the_library_of_the_tpu_says_nothing_where_there_is_no_tpu():
     code = "import meshwright, jax; print(jax.devices('cpu')[0].platform)"
     silent = {"JAX_PLATFORMS", *topology._TPU_MACHINE}
     environment = {name: value for name, value in os.environ.items() if name not in silent}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
     )
-    assert (done.stdout, done.stderr) == ("cpu\n", "")
+    assert (result.stdout, result.stderr) == ("cpu\n", "")
 
 
 def test_what_a_user_says_of_the_tpu_stays(monkeypatch):

@@ -65,11 +65,11 @@ def asked(built, axes, layouts=None, target="h100:8", **more):
 
 def moved(report):
     """Elements of one device by axes, of float32; a loss, which is one element, apart."""
-    found: Counter = Counter()
-    for each in report.collectives:
-        if each.bytes_per_device > 4:
-            found[each.kind, *each.axes] += each.bytes_per_step // 4
-    return found
+    result: Counter = Counter()
+    for collective in report.collectives:
+        if collective.bytes_per_device > 4:
+            result[collective.kind, *collective.axes] += collective.bytes_per_step // 4
+    return result
 
 
 SPLIT = {"w": [None, "model"], "v": ["model", None]}
@@ -99,8 +99,8 @@ def test_level_3_gathers_in_the_type_that_products_take(target, itemsize):
     params = {"w": shape(128, 512), "v": shape(512, 128)}
     program = mw.jax_program(loss, params, optax.sgd(0.1), name="two")
     report = asked((program, shape(ROWS, 128)), {"batch": 8}, target=target, compile=False, zero=3)
-    gathers = [each for each in report.collectives if each.kind == "all-gather"]
-    assert {each.bytes_per_device for each in gathers} == {128 * 512 * itemsize}
+    gathers = [collective for collective in report.collectives if collective.kind == "all-gather"]
+    assert {gather.bytes_per_device for gather in gathers} == {128 * 512 * itemsize}
 
 
 MEGATRON = {
@@ -125,15 +125,17 @@ FULL = [pytest.param(name, marks=pytest.mark.full) for name in CASES if name not
 def test_what_it_says_is_what_the_compiler_says(name):
     axes, layouts, how, off = CASES[name]
     model = perceptron()
-    told = asked(model, axes, layouts, target="cpu:8", compile=False, **how)
+    predicted = asked(model, axes, layouts, target="cpu:8", compile=False, **how)
     compiled = asked(model, axes, layouts, target="cpu:8", **how)
     assert not compiled.is_analytic
     for line in EXACT:
-        assert getattr(told.memory, line) == getattr(compiled.memory, line)
-    assert told.peak_bytes == pytest.approx(compiled.peak_bytes, rel=off)
-    assert moved(told) == pytest.approx(moved(compiled), rel=0.002)  # the loss among others
-    assert told.flops == compiled.flops
-    remedies = [{each.remedy for each in report.unexpected} for report in (told, compiled)]
+        assert getattr(predicted.memory, line) == getattr(compiled.memory, line)
+    assert predicted.peak_bytes == pytest.approx(compiled.peak_bytes, rel=off)
+    assert moved(predicted) == pytest.approx(moved(compiled), rel=0.002)  # the loss among others
+    assert predicted.flops == compiled.flops
+    remedies = [
+        {collective.remedy for collective in report.unexpected} for report in (predicted, compiled)
+    ]
     assert remedies[0] == remedies[1]
 
 
@@ -151,9 +153,9 @@ def test_report_and_page_say_that_nothing_was_compiled():
     report = asked(two_layers(), {"batch": 8})
     assert report.fits
     assert report.memory.temporary_bytes is None
-    said = "analytic model alone, nothing was compiled: steps for h100:8 are compiled by XLA for"
+    note = "analytic model alone, nothing was compiled: steps for h100:8 are compiled by XLA for"
     for text in (str(report), report.to_html()):
-        assert said in text
+        assert note in text
         assert "pip install" in text
         assert "meshwright[cuda]" in text
     one = asked(two_layers(), {"batch": 8}, target="v5e:2x4", compile=False)
@@ -195,16 +197,16 @@ def test_rules_that_split_variables_along_the_rows_axis_are_gathered_as_by_zero_
     rules["mid/kernel"] = ("model", "batch")
     model, batch = perceptron(rows=64, width=128)
     strategy = mw.Sharded(mw.Mesh(BOTH), rules, unmatched="replicate")
-    found = mw.dry_run(model, batch, strategy=strategy, target="v5e:2x4", compile=False)
-    assert found.parameter_bytes == 4 * ((2 * 128 * 128 + 128 * 64) // 8 + 2 * 128 + 64)
-    gathers = [each for each in found.collectives if each.kind == "all-gather"]
-    assert {each.variables for each in gathers if each.axes == ("batch",)} == {
+    report = mw.dry_run(model, batch, strategy=strategy, target="v5e:2x4", compile=False)
+    assert report.parameter_bytes == 4 * ((2 * 128 * 128 + 128 * 64) // 8 + 2 * 128 + 64)
+    gathers = [collective for collective in report.collectives if collective.kind == "all-gather"]
+    assert {gather.variables for gather in gathers if gather.axes == ("batch",)} == {
         ("up/kernel",), ("mid/kernel",), ("down/kernel",)
     }  # fmt: skip
-    assert "taken to be gathered before they are used" in str(found)
+    assert "taken to be gathered before they are used" in str(report)
     theirs = keras.distribution.ModelParallel(layout_map=rules, batch_dim_name="batch")
     same = mw.dry_run(model, batch, strategy=theirs, target="v5e:2x4", compile=False)
-    assert (same.parameter_bytes, same.collectives) == (found.parameter_bytes, found.collectives)
+    assert (same.parameter_bytes, same.collectives) == (report.parameter_bytes, report.collectives)
     with pytest.raises(mw.DataError, match="received a dict"):
         mw.dry_run(model, batch, strategy={}, target="v5e:2x4", compile=False)
 
@@ -216,9 +218,9 @@ def test_a_network_of_keras_applications_is_built_and_planned_as_shapes():
         model.compile("adam", "sparse_categorical_crossentropy")
     assert model.count_params() == 5_330_571
     batch = shape(64, 224, 224, 3), shape(64, dtype="int32")
-    found = asked((model, batch), {"batch": 8})
-    assert found.errors == ()
-    assert 3 * 0.75e9 < 8 * found.flops / 64 < 3 * 0.82e9  # 0.39e9 multiply-adds forward
+    result = asked((model, batch), {"batch": 8})
+    assert result.errors == ()
+    assert 3 * 0.75e9 < 8 * result.flops / 64 < 3 * 0.82e9  # 0.39e9 multiply-adds forward
 
 
 def test_the_gradient_by_a_depthwise_filter_costs_what_xla_for_cpu_does_for_it():
@@ -243,8 +245,8 @@ def test_the_gradient_by_a_depthwise_filter_costs_what_xla_for_cpu_does_for_it()
 
 def test_it_is_compared_and_the_comparison_says_so():
     report = asked(two_layers(optax.adam(0.1)), {"batch": 8})
-    seen = Measured("two", "cpu", "cpu", report.axes, 4096, 8192, 0, 512, 40, "seen", (0.25,))
-    compared = report.beside(seen)
+    actual = Measured("two", "cpu", "cpu", report.axes, 4096, 8192, 0, 512, 40, "seen", (0.25,))
+    compared = report.beside(actual)
     assert compared.row("parameters").ratio == 1.0
     assert any("analytic model alone" in note for note in compared.notes)
 
@@ -278,10 +280,10 @@ def test_the_command_takes_the_model_and_keeps_it_apart_from_compilers(tmp_path,
         words = ["dry-run", "analytic_job:build", "--target", target, *arguments]
         return CliRunner().invoke(main, words)
 
-    told = run("h100:8", "--html", "page.html")
-    assert told.exit_code == 0, told.output
-    assert "analytic model alone" in told.stdout
-    assert "compiling" not in told.stderr
+    output = run("h100:8", "--html", "page.html")
+    assert output.exit_code == 0, output.output
+    assert "analytic model alone" in output.stdout
+    assert "compiling" not in output.stderr
     assert "analytic model alone" in (tmp_path / "page.html").read_text()
     assert run("cpu:8", "--no-compile", "--save", "model.json").exit_code == 0
     assert '"analytic": true' in (tmp_path / "model.json").read_text()

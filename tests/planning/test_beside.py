@@ -77,32 +77,32 @@ def trained():
 
 def values_of(model):
     every = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
-    return [np.array(each.numpy()) for each in every]
+    return [np.array(weight.numpy()) for weight in every]
 
 
 def test_after_fit_bytes_and_collectives_are_those_foretold_and_no_value_has_changed():
     model, batch, strategy = trained()
     before, lie = values_of(model), [v.value.sharding for v in model.variables]
-    found = mw.measure(model, batch, strategy=strategy, steps=2)
+    result = mw.measure(model, batch, strategy=strategy, steps=2)
     for old, new in zip(before, values_of(model), strict=True):
         np.testing.assert_array_equal(old, new)
     assert [v.value.sharding for v in model.variables] == lie
     report = mw.dry_run(model, batch, strategy=strategy, target="cpu:8", hardware=GUESS)
-    compared = report.beside(found)
+    compared = report.beside(result)
     for name in ("parameters", "slots", "other state", "inputs"):
         assert compared.row(name).ratio == 1.0, name
     assert compared.row("peak").ratio == pytest.approx(1.0, abs=0.05)
-    assert {each.kind for each in compared.collectives} >= {"all-reduce", "all-gather"}
-    for each in compared.collectives:
-        assert each.count[0] == each.count[1], each
-        assert each.nbytes[0] == each.nbytes[1], each
-        assert (each.time_s[1] or 0.0) > 0
-    assert len(found.step_times_s) == 2
+    assert {collective.kind for collective in compared.collectives} >= {"all-reduce", "all-gather"}
+    for collective in compared.collectives:
+        assert collective.count[0] == collective.count[1], collective
+        assert collective.nbytes[0] == collective.nbytes[1], collective
+        assert (collective.time_s[1] or 0.0) > 0
+    assert len(result.step_times_s) == 2
     mfu, time_s = report.mfu, report.step_time_s
     assert mfu is not None
     assert time_s is not None
-    seen = compared.row("model FLOPs").second
-    assert seen == pytest.approx(mfu * time_s / found.step_time_s)
+    actual = compared.row("model FLOPs").second
+    assert actual == pytest.approx(mfu * time_s / result.step_time_s)
 
 
 def test_the_model_trains_on_after_a_measurement():
@@ -141,9 +141,9 @@ def test_of_a_program_collectives_inside_a_loop_count_each_time():
     rows = jax.ShapeDtypeStruct((8, 16), "float32")
     report = mw.dry_run(program, rows, strategy=placement, target="cpu:8")
     compared = report.beside(mw.measure(program, rows, strategy=placement, steps=1))
-    assert max(each.count[0] or 0 for each in compared.collectives) >= 6
-    for each in compared.collectives:
-        assert each.count[0] == each.count[1], each
+    assert max(collective.count[0] or 0 for collective in compared.collectives) >= 6
+    for collective in compared.collectives:
+        assert collective.count[0] == collective.count[1], collective
     assert compared.row("step time").first is None
     assert "hardware=mw.calibrate('cpu:8')" in str(compared)
 
@@ -152,9 +152,9 @@ def test_micro_batches_are_taken_as_a_step_takes_them():
     program = mw.jax_program(lambda p, x: jnp.mean((x @ p) ** 2), np.ones([4, 4]), optax.sgd(0.1))
     placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
     trainer = mw.Trainer(program, placement, mw.StepOptions(accumulate=2))
-    found = mw.measure(program, np.ones([16, 4], "float32"), strategy=trainer, steps=1)
-    assert found.input_bytes == 2 * 2 * 4 * 4  # two of them, two rows of four floats in a device
-    assert found.name == "program"
+    result = mw.measure(program, np.ones([16, 4], "float32"), strategy=trainer, steps=1)
+    assert result.input_bytes == 2 * 2 * 4 * 4  # two of them, two rows of four floats in a device
+    assert result.name == "program"
 
 
 def test_a_copy_of_a_state_outlives_it():
@@ -170,15 +170,15 @@ def test_a_copy_of_a_state_outlives_it():
 
 
 def test_the_table_has_what_was_foretold_what_was_seen_and_their_ratio():
-    seen = replace(SEEN, peak_bytes=40, peak_is="counted")
-    told = str(bare().beside(seen)).splitlines()
-    assert told[0] == "net: predicted for cpu:8, measured on cpu"
-    assert told[1].split() == ["predicted", "measured", "ratio"]
-    assert told[3].split() == ["slots", "12", "B", "24", "B", "2.00"]
-    assert told[6].endswith("  measured: counted")
-    assert "median of 3 steps, 250 ms to 4 s" in told[7]
+    actual = replace(SEEN, peak_bytes=40, peak_is="counted")
+    lines = str(bare().beside(actual)).splitlines()
+    assert lines[0] == "net: predicted for cpu:8, measured on cpu"
+    assert lines[1].split() == ["predicted", "measured", "ratio"]
+    assert lines[3].split() == ["slots", "12", "B", "24", "B", "2.00"]
+    assert lines[6].endswith("  measured: counted")
+    assert "median of 3 steps, 250 ms to 4 s" in lines[7]
     with pytest.raises(KeyError):
-        bare().beside(seen).row("no such row")
+        bare().beside(actual).row("no such row")
     with pytest.raises(mw.DataError, match=r"type int\. Give report\.beside\(mw\.measure"):
         bare().beside(3)
     with pytest.raises(mw.DataError, match=r"received 'plan\.json'\. .* mw\.Plan\.load"):
@@ -203,9 +203,9 @@ def test_the_table_has_what_was_foretold_what_was_seen_and_their_ratio():
 def test_what_cannot_be_compared_is_said(run, seen, note):
     notes = run.beside(seen).notes
     if note is None:
-        assert not any("times differ" in each or "recorded no" in each for each in notes)
+        assert not any("times differ" in line or "recorded no" in line for line in notes)
     else:
-        assert any(note in each for each in notes), notes
+        assert any(note in line for line in notes), notes
 
 
 def test_what_was_not_foretold_stands_beside_nothing():
@@ -223,8 +223,8 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 
 def test_other_programs_in_a_trace_do_not_count():
     runs = [Event("sum", "jit_step", "a", 1.0), Event("sum", "jit_other", "a", 1.0)]
-    found = collectives_seen(runs, TEXT, (("batch", 2),), 1)
-    assert found == (SeenCollective("all-reduce", ("batch",), 1.0, 16, 1.0),)
+    result = collectives_seen(runs, TEXT, (("batch", 2),), 1)
+    assert result == (SeenCollective("all-reduce", ("batch",), 1.0, 16, 1.0),)
     assert collectives_seen(runs[1:], TEXT, (("batch", 2),), 1) is None
     assert collectives_seen([], TEXT.replace("all-reduce", "copy"), (), 1) == ()
 
@@ -233,9 +233,9 @@ def test_where_somebody_else_is_profiling_the_rest_is_measured(tmp_path):
     program = mw.jax_program(lambda p, x: jnp.mean((x @ p) ** 2), np.ones([4, 4]), optax.sgd(0.1))
     placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
     with jax.profiler.trace(str(tmp_path)):
-        found = mw.measure(program, np.ones([8, 4], "float32"), strategy=placement, steps=1)
-    assert found.collectives is None
-    assert found.step_time_s > 0
+        result = mw.measure(program, np.ones([8, 4], "float32"), strategy=placement, steps=1)
+    assert result.collectives is None
+    assert result.step_time_s > 0
 
 
 # What cannot be measured
@@ -280,11 +280,11 @@ def test_the_command_runs_the_step_on_virtual_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "job_to_measure", raising=False)
     monkeypatch.setattr(calibrate, "calibrate", lambda target: GUESS)
-    asked = ["dry-run", "job_to_measure:build", "--measure", "--target"]
-    done = CliRunner().invoke(main, [*asked, "cpu:8"])
-    assert done.exit_code == 0, done.output
-    assert "predicted for cpu:8, measured on cpu" in done.stdout
-    assert "median of 10 steps" in done.stdout
-    refused = CliRunner().invoke(main, [*asked, "v5e:2x4"])
+    command = ["dry-run", "job_to_measure:build", "--measure", "--target"]
+    result = CliRunner().invoke(main, [*command, "cpu:8"])
+    assert result.exit_code == 0, result.output
+    assert "predicted for cpu:8, measured on cpu" in result.stdout
+    assert "median of 10 steps" in result.stdout
+    refused = CliRunner().invoke(main, [*command, "v5e:2x4"])
     assert refused.exit_code == 2
     assert "needs a CPU target, such as cpu:8; received v5e:2x4" in refused.output

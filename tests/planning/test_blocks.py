@@ -47,9 +47,9 @@ def block(w, x):
 
 def loss(w, x, block=block, named=True):
     h = x @ w["embed"]
-    for number, each in enumerate(w["blocks"]):
+    for number, weights in enumerate(w["blocks"]):
         with jax.named_scope(f"block_{number}" if named else "blocks"):
-            h = block(each, h)
+            h = block(weights, h)
     return jnp.mean((h @ w["head"] - x) ** 2)
 
 
@@ -74,7 +74,7 @@ def test_blocks_are_found_without_a_word_from_the_author():
 
 def test_weights_may_be_cast_before_the_first_block():
     def narrow(w, x):
-        return loss(jax.tree.map(lambda each: each.astype("bfloat16"), w), x.astype("bfloat16"))
+        return loss(jax.tree.map(lambda leaf: leaf.astype("bfloat16"), w), x.astype("bfloat16"))
 
     some, _ = found(program(loss=narrow))
     assert some.count == 6
@@ -86,29 +86,29 @@ def test_three_equal_blocks_are_not_worth_it():
 
 def test_layers_that_differ_are_not_taken_for_equal():
     tree = weights(5)
-    for number, each in enumerate(tree["blocks"]):
+    for number, layer in enumerate(tree["blocks"]):
         hidden = 64 + 8 * number
-        each |= {"up": shape(WIDTH, hidden), "down": shape(hidden, WIDTH)}
+        layer |= {"up": shape(WIDTH, hidden), "down": shape(hidden, WIDTH)}
     assert found(program(tree=tree)) == (None, "")
 
 
 def shared_weights(w, x):
     h = x @ w["embed"]
-    for each in w["blocks"]:
-        h = block({**each, "gain": w["blocks"][0]["gain"]}, h)
+    for weights in w["blocks"]:
+        h = block({**weights, "gain": w["blocks"][0]["gain"]}, h)
     return jnp.mean((h @ w["head"] - x) ** 2)
 
 
 def with_long_skips(w, x):
-    h, seen = x @ w["embed"], []
-    for each in w["blocks"]:
-        h = block(each, h)
-        seen.append(h)
-    return jnp.mean((sum(seen) @ w["head"] - x) ** 2)
+    h, actual = x @ w["embed"], []
+    for weights in w["blocks"]:
+        h = block(weights, h)
+        actual.append(h)
+    return jnp.mean((sum(actual) @ w["head"] - x) ** 2)
 
 
 def with_weight_decay(w, x):
-    return loss(w, x) + sum(jnp.sum(each["up"] ** 2) for each in w["blocks"])
+    return loss(w, x) + sum(jnp.sum(block["up"] ** 2) for block in w["blocks"])
 
 
 @pytest.mark.parametrize(
@@ -144,12 +144,12 @@ def test_a_step_with_two_of_its_blocks_is_the_step_of_a_model_with_two():
     assert jax.tree.map(jnp.shape, fewer.state) == jax.tree.map(jnp.shape, small.state)
     random = np.random.default_rng(0)
 
-    def value(each):
-        return jnp.asarray(0.1 * random.normal(size=each.shape), each.dtype)
+    def value(aval):
+        return jnp.asarray(0.1 * random.normal(size=aval.shape), aval.dtype)
 
     state, rows = jax.tree.map(value, small.state), value(BATCH)
     ours, theirs = (
-        jax.jit(assemble(each.program, ONE).train_step)(state, rows) for each in (fewer, small)
+        jax.jit(assemble(step.program, ONE).train_step)(state, rows) for step in (fewer, small)
     )
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), ours, theirs)
 
@@ -205,9 +205,12 @@ def test_the_report_is_that_of_the_whole_step(way):
 def moved(report):
     """How many collectives there are, and what they move, by kind and axes."""
     sums = {}
-    for each in report.collectives:
-        count, nbytes = sums.get((each.kind, each.axes), (0, 0))
-        sums[each.kind, each.axes] = count + each.count, nbytes + each.bytes_per_step
+    for collective in report.collectives:
+        count, nbytes = sums.get((collective.kind, collective.axes), (0, 0))
+        sums[collective.kind, collective.axes] = (
+            count + collective.count,
+            nbytes + collective.bytes_per_step,
+        )
     return sums
 
 
@@ -231,15 +234,15 @@ def test_collectives_and_layers_have_the_names_of_their_own_blocks():
     flops = [{layer.layer: layer.flops for layer in r.estimate.layers} for r in (few, whole)]
     assert flops[0] == flops[1]
     assert {"block_0", "block_5"} <= flops[0].keys()
-    assert {each.origin.path for each in few.tensors} == {e.origin.path for e in whole.tensors}
+    assert {tensor.origin.path for tensor in few.tensors} == {e.origin.path for e in whole.tensors}
 
 
 @pytest.mark.full
 def test_every_form_of_the_report_says_what_was_compiled():
     few, whole = both("data parallel")
-    said = "of 6 equal blocks (blocks/0 … blocks/5), one and two were compiled"
-    assert said in str(few)
-    assert said in few.to_html().replace("Of 6", "of 6")
+    note = "of 6 equal blocks (blocks/0 … blocks/5), one and two were compiled"
+    assert note in str(few)
+    assert note in few.to_html().replace("Of 6", "of 6")
     assert "extended from one and two blocks" in str(few)
     assert "equal blocks" not in str(whole)
     assert '"blocks": 6' in lock_of(few).to_json()
@@ -289,7 +292,7 @@ def test_a_figure_that_the_arrays_do_not_explain_is_not_extended(monkeypatch):
     report = dry_run(program(4), BATCH, strategy=DATA, target="cpu:8", blocks="few")
     assert report.blocks is None
     assert "all blocks were compiled: with one and two of them so little is held" in str(report)
-    assert len([each for each in report.placed if each.info.role == "parameter"]) == 14
+    assert len([variable for variable in report.placed if variable.info.role == "parameter"]) == 14
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ from meshwright.planning import cache, compile_ahead, compiler_process
 
 
 @pytest.fixture
-def kept(monkeypatch, tmp_path):
+def compile_cache(monkeypatch, tmp_path):
     """A folder of one's own for what is kept."""
     folder = tmp_path / "kept"
     monkeypatch.setenv(cache.VARIABLE, str(folder))
@@ -34,7 +34,7 @@ def compiled(function=jnp.sum, rows=16):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def requests(monkeypatch):
     """Targets that a process was started for; it answers at once."""
     targets = []
 
@@ -48,9 +48,9 @@ def asked(monkeypatch):
     return targets
 
 
-def test_the_same_step_is_compiled_once_and_gives_the_same_answer(kept, monkeypatch):
+def test_the_same_step_is_compiled_once_and_gives_the_same_answer(compile_cache, monkeypatch):
     first = compiled()
-    (entry,) = kept.iterdir()
+    (entry,) = compile_cache.iterdir()
     assert entry.suffixes == [".json", ".gz"]
 
     def refuse(*_, **__):
@@ -62,26 +62,26 @@ def test_the_same_step_is_compiled_once_and_gives_the_same_answer(kept, monkeypa
         compiled(jnp.max)
 
 
-def test_whatever_may_change_the_answer_asks_again(kept, asked, monkeypatch):
+def test_whatever_may_change_the_answer_asks_again(compile_cache, requests, monkeypatch):
     compiled()
     compiled()
-    assert len(asked) == 1
+    assert len(requests) == 1
     compiled(jnp.max)
     compiled(rows=32)
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_dump_to=")
     compiled()
     monkeypatch.setattr(cache, "_version", lambda package: f"another {package}")
     compiled()
-    assert len(asked) == 5
+    assert len(requests) == 5
 
 
 @pytest.mark.parametrize("word", ["off", "0", "OFF", "no", "false"])
-def test_it_can_be_switched_off(asked, monkeypatch, tmp_path, word):
+def test_it_can_be_switched_off(requests, monkeypatch, tmp_path, word):
     monkeypatch.setenv(cache.VARIABLE, word)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled()
     compiled()
-    assert len(asked) == 2
+    assert len(requests) == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -92,25 +92,27 @@ def test_the_users_folder_is_taken_where_none_is_named(monkeypatch, tmp_path):
     assert cache.folder() == tmp_path / "meshwright" / "compiled"
 
 
-def test_a_broken_entry_or_folder_only_means_to_ask_again(kept, asked, monkeypatch, tmp_path):
+def test_a_broken_entry_or_folder_only_means_to_ask_again(
+    compile_cache, requests, monkeypatch, tmp_path
+):
     compiled()
-    (entry,) = kept.iterdir()
+    (entry,) = compile_cache.iterdir()
     entry.write_bytes(entry.read_bytes()[:20])
     compiled()
-    assert len(asked) == 2
+    assert len(requests) == 2
     file = tmp_path / "file"
     file.write_text("no folder")
     monkeypatch.setenv(cache.VARIABLE, str(file))
     compiled()
-    assert len(asked) == 3
+    assert len(requests) == 3
 
 
-def test_a_failure_is_kept_only_if_it_is_one_of_memory(kept, monkeypatch):
-    said = ["host trouble", "RESOURCE_EXHAUSTED: Used 40.00G of 16.00G hbm"]
+def test_a_failure_is_kept_only_if_it_is_one_of_memory(compile_cache, monkeypatch):
+    messages = ["host trouble", "RESOURCE_EXHAUSTED: Used 40.00G of 16.00G hbm"]
     tries = []
 
     def answer(folder, target, timeout_s, dump):
-        tries.append(said[len(tries)])
+        tries.append(messages[len(tries)])
         return {"error": tries[-1]}
 
     monkeypatch.setattr(compiler_process, "_run", answer)
@@ -120,19 +122,23 @@ def test_a_failure_is_kept_only_if_it_is_one_of_memory(kept, monkeypatch):
         with pytest.raises(mw.DoesNotFitError) as info:
             compiled()
         assert info.value.needed_bytes == 40 << 30
-    assert tries == said
+    assert tries == messages
 
 
-def test_what_was_not_used_for_longest_makes_room(kept, monkeypatch):
+def test_what_was_not_used_for_longest_makes_room(compile_cache, monkeypatch):
     for name, age_s in (("old", 300), ("new", 100), ("used", 200)):
         cache.remember(name, {"text": name * 10})
-        path = kept / f"{name}.json.gz"
+        path = compile_cache / f"{name}.json.gz"
         os.utime(path, (time.time() - age_s,) * 2)
     assert cache.recall("used") == {"text": "used" * 10}
-    sizes = [path.stat().st_size for path in kept.iterdir()]
+    sizes = [path.stat().st_size for path in compile_cache.iterdir()]
     monkeypatch.setattr(cache, "_MOST_BYTES", sum(sizes))
     cache.remember("last", {"text": "last"})
-    assert {path.name.partition(".")[0] for path in kept.iterdir()} == {"new", "used", "last"}
+    assert {path.name.partition(".")[0] for path in compile_cache.iterdir()} == {
+        "new",
+        "used",
+        "last",
+    }
 
 
 # Stopping
@@ -176,9 +182,9 @@ def test_no_process_is_left_when_the_one_that_asks_is_stopped(tmp_path, how):
         # It watches its standard input from the moment that it has read its program.
         wait_for(lambda: len(list(Path(f"/proc/{child}/task").iterdir())) > 1)
         asks.send_signal(how)
-        _, said = asks.communicate(timeout=60)
+        _, stderr = asks.communicate(timeout=60)
         assert asks.returncode != 0
-        assert (b"KeyboardInterrupt" in said) == (how == signal.SIGINT)
+        assert (b"KeyboardInterrupt" in stderr) == (how == signal.SIGINT)
         wait_for(lambda: not is_running(child))
     finally:
         asks.kill()

@@ -119,9 +119,9 @@ def test_a_step_with_constants_is_planned(name):
     weights = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32")}
     jaxpr = jax.make_jaxpr(step_of(name))(weights, rows)
     graph = graph_of(jaxpr, [Argument("w"), Argument("x", "input")], 1)
-    counted = sum(each.flops * each.times for each in graph.operations)
-    wanted = model_flops(jaxpr)
-    assert wanted is None or counted == wanted
+    counted = sum(operation.flops * operation.times for operation in graph.operations)
+    expected = model_flops(jaxpr)
+    assert expected is None or counted == expected
     assert not set(unknown_kinds(graph)) - {"cholesky", "triangular_solve"}
     for target, hardware in TARGETS.items():
         plan = plan_step(graph, target, hardware=hardware)

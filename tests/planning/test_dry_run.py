@@ -68,16 +68,16 @@ def net() -> keras.Model:
 def test_statistics_that_a_layer_computes_with_before_training_are_known():
     def built(scope):
         with scope:
-            kept = [keras.Input([8]), layers.Normalization(name="scaled"), layers.Dense(4)]
-            model = keras.Sequential(kept)
+            head = [keras.Input([8]), layers.Normalization(name="scaled"), layers.Dense(4)]
+            model = keras.Sequential(head)
             model.compile("sgd", "mse")
         return model
 
     strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
     planned = built(abstract())
     taken = shapes(16, 8), shapes(16, 4)
-    found = dry_run(planned, taken, strategy=strategy, target="cpu:8")
-    assert found.parameter_bytes == 4 * (8 * 4 + 4)
+    report = dry_run(planned, taken, strategy=strategy, target="cpu:8")
+    assert report.parameter_bytes == 4 * (8 * 4 + 4)
     with pytest.raises(mw.ModelError, match="built as shapes only"):
         planned.layers[0].adapt_mean.numpy()
     rows = np.arange(16 * 8.0).reshape(16, 8)
@@ -98,12 +98,12 @@ def test_bytes_are_those_of_the_arrays_that_a_real_state_has_on_a_device(zero):
         real = net()
     state = strategy.state(real, (np.zeros([32, 24]), np.zeros([32, 8])))
 
-    def held(part):
+    def state_bytes(part):
         return sum(array.addressable_data(0).nbytes for array in part.values())
 
-    assert report.parameter_bytes == held(state.params)
-    assert report.slot_bytes == held(state.slots)
-    assert report.memory.state_bytes == held(state.state) + held(state.metrics)
+    assert report.parameter_bytes == state_bytes(state.params)
+    assert report.slot_bytes == state_bytes(state.slots)
+    assert report.memory.state_bytes == state_bytes(state.state) + state_bytes(state.metrics)
     assert report.memory.input_bytes == 4 * (8 * 24 + 8 * 8)
     assert report.memory.padding_bytes == 0  # CPUs have no tiles
 
@@ -123,8 +123,8 @@ def test_an_abstract_model_compiles_to_the_step_of_the_real_one():
     there = compile_step(strategy, planned, (shapes(32, 24), shapes(32, 8)), "cpu:8")
     here = compile_step(strategy, real, batch, "cpu:8")
     assert figures(there) == figures(here)
-    seen = [(c.kind, c.axes, c.arrays, c.path) for c in there.collectives]
-    assert seen == [(c.kind, c.axes, c.arrays, c.path) for c in here.collectives]
+    actual = [(c.kind, c.axes, c.arrays, c.path) for c in there.collectives]
+    assert actual == [(c.kind, c.axes, c.arrays, c.path) for c in here.collectives]
     strategy.fit(real, *batch, batch_size=32, verbose=0)
     (functions,) = real._meshwright_functions.values()
     stats = functions.train.lower(strategy.state(real), strategy.put(batch)).compile()
@@ -178,10 +178,10 @@ def test_ten_billion_parameters_are_planned_in_less_than_a_gigabyte():
         print(model.count_params(), len(step.state.slots), held)
         """
     )
-    parameters, slots, held = map(int, out.split())
+    parameters, slots, live_bytes = map(int, out.split())
     assert parameters == 10 * 32768**2
     assert slots == 2 + 2 * 10
-    assert held < 10**9
+    assert live_bytes < 10**9
 
 
 # Models of shapes only
@@ -309,8 +309,8 @@ def test_micro_batches_are_those_of_one_step():
 
 def remedy_in(report: DryRun) -> dict[str, list]:
     """The layouts that a report proposes."""
-    found = re.findall(r"layouts\['([\w/]+)'\] = (\[[^\]]*\])", str(report))
-    return {path: eval(specs) for path, specs in found}
+    matches = re.findall(r"layouts\['([\w/]+)'\] = (\[[^\]]*\])", str(report))
+    return {path: eval(specs) for path, specs in matches}
 
 
 @pytest.mark.full
@@ -334,14 +334,16 @@ def test_an_activation_that_is_gathered_is_marked():
     program = mw.jax_program(loss, {"kernel": shapes(64, 128)}, optax.sgd(0.1))
     placement = mw.Placement.of(mesh, {"kernel": [None, "model"]})
     report = dry_run(program, shapes(32, 64), strategy=placement, target="cpu:8")
-    told = [each.remedy for each in report.unexpected if each.path == "block"]
-    assert "an activation of block (float32 8x128, forward) is gathered" in told[0]
-    assert "needed whole along 'model'. Say how it lies: activations={'block': [...]}" in told[0]
+    remedies = [collective.remedy for collective in report.unexpected if collective.path == "block"]
+    assert "an activation of block (float32 8x128, forward) is gathered" in remedies[0]
+    assert (
+        "needed whole along 'model'. Say how it lies: activations={'block': [...]}" in remedies[0]
+    )
     quiet = mw.Placement.of(
         mesh, {"kernel": [None, "model"]}, activations={"block": ["batch", None]}
     )
-    asked = dry_run(program, shapes(32, 64), strategy=quiet, target="cpu:8")
-    assert asked.unexpected == ()  # somebody asked for it
+    quiet_report = dry_run(program, shapes(32, 64), strategy=quiet, target="cpu:8")
+    assert quiet_report.unexpected == ()  # somebody asked for it
 
 
 @pytest.mark.parametrize(
@@ -360,7 +362,7 @@ def test_no_remedy_puts_an_axis_on_two_dims_of_a_weight(layout, says):
     gathered = Collective(
         "all-gather", (array,), ((0, 1),), ("model",), 1, "", 0, 0, gathered_dim=1
     )
-    found = remedy(
+    result = remedy(
         gathered,
         Origin("block", "forward"),
         None,
@@ -368,7 +370,7 @@ def test_no_remedy_puts_an_axis_on_two_dims_of_a_weight(layout, says):
         [placed],
         mw.Placement.of(mw.Mesh(AXES), {"block/kernel": layout}, batch="batch"),
     )
-    assert says in found
+    assert says in result
 
 
 def test_a_weight_that_is_gathered_against_its_layout_is_marked():

@@ -46,45 +46,45 @@ def _names_from_the_start():
 
 
 def test_a_model_of_five_billion_parameters_that_fits_nowhere_here():
-    found = report(8192, 10, 512, "v5p:2x2x2", split({"batch": 2, "model": 4}))
+    result = report(8192, 10, 512, "v5p:2x2x2", split({"batch": 2, "model": 4}))
     weights = 10 * 2 * 8192 * 4 * 8192
     assert weights > 5e9
-    assert found.parameter_bytes == 4 * weights // 4
-    assert found.slot_bytes == 2 * found.parameter_bytes + 8  # and two scalars
-    assert found.fits is True
-    assert found.memory.padding_bytes < found.memory.argument_bytes / 5000
-    held = found.memory.argument_bytes + found.memory.padding_bytes
-    assert held < found.peak_bytes == found.compiled.peak_bytes
-    assert found.alive_bytes == pytest.approx(found.peak_bytes - held, rel=0.02)
-    assert found.step_time_s > 0
-    assert found.bound_by in ("compute", "memory", "communication", "instructions")
+    assert result.parameter_bytes == 4 * weights // 4
+    assert result.slot_bytes == 2 * result.parameter_bytes + 8  # and two scalars
+    assert result.fits is True
+    assert result.memory.padding_bytes < result.memory.argument_bytes / 5000
+    state_bytes = result.memory.argument_bytes + result.memory.padding_bytes
+    assert state_bytes < result.peak_bytes == result.compiled.peak_bytes
+    assert result.alive_bytes == pytest.approx(result.peak_bytes - state_bytes, rel=0.02)
+    assert result.step_time_s > 0
+    assert result.bound_by in ("compute", "memory", "communication", "instructions")
 
 
 def test_a_step_that_does_not_fit_gives_a_report_that_says_by_how_much():
-    found = report(8192, 14, 512, "v5e:2x4", split({"batch": 2, "model": 4}))
-    assert found.fits is False
-    assert found.memory.available_bytes < 1 << 34
-    assert found.memory.free_bytes == found.memory.available_bytes - found.peak_bytes < 0
-    assert "does not fit, by" in str(found)
-    assert "RESOURCE_EXHAUSTED" in str(found)
-    assert found.parameter_bytes == 14 * 2 * 8192 * 4 * 8192
+    result = report(8192, 14, 512, "v5e:2x4", split({"batch": 2, "model": 4}))
+    assert result.fits is False
+    assert result.memory.available_bytes < 1 << 34
+    assert result.memory.free_bytes == result.memory.available_bytes - result.peak_bytes < 0
+    assert "does not fit, by" in str(result)
+    assert "RESOURCE_EXHAUSTED" in str(result)
+    assert result.parameter_bytes == 14 * 2 * 8192 * 4 * 8192
 
 
 def test_tiles_pad_small_arrays_and_the_report_shows_it_apart():
-    found = report(64, 1, 16, "v5e:2x4", split({"batch": 8, "model": 1}))
-    assert found.parameter_bytes == 4 * 2 * 64 * 256
-    assert found.memory.padding_bytes > 0
-    whole = found.memory.argument_bytes + found.memory.padding_bytes
-    assert whole == found.compiled.argument_bytes
+    result = report(64, 1, 16, "v5e:2x4", split({"batch": 8, "model": 1}))
+    assert result.parameter_bytes == 4 * 2 * 64 * 256
+    assert result.memory.padding_bytes > 0
+    whole = result.memory.argument_bytes + result.memory.padding_bytes
+    assert whole == result.compiled.argument_bytes
 
 
 def test_gathers_of_zero_are_named_after_their_parameters():
     strategy = mw.DataParallel(mw.Mesh({"batch": 8}), zero=3)
-    found = report(1024, 2, 64, "v5p:2x2x2", strategy)
-    gathers = [each for each in found.collectives if each.kind == "all-gather"]
-    named = {path for each in gathers for path in each.variables}
+    result = report(1024, 2, 64, "v5p:2x2x2", strategy)
+    gathers = [collective for collective in result.collectives if collective.kind == "all-gather"]
+    named = {path for gather in gathers for path in gather.variables}
     assert named == {f"dense{number}/kernel" for number in ("", "_1", "_2", "_3")}
-    assert found.unexpected == ()
+    assert result.unexpected == ()
 
 
 def test_products_that_go_around_a_ring_count_in_full():
@@ -97,13 +97,13 @@ def test_products_that_go_around_a_ring_count_in_full():
         model.compile("adam", "mse")
     strategy = mw.DataParallel(mw.Mesh({"batch": 8}), zero=3)
     taken = (shapes(rows, width),) * 2
-    found = dry_run(model, taken, strategy=strategy, target="v5e:2x4", blocks="whole")
-    assert "windowed_dot_general" in found.compiled.text
+    result = dry_run(model, taken, strategy=strategy, target="v5e:2x4", blocks="whole")
+    assert "windowed_dot_general" in result.compiled.text
     products = 2 + 3  # the gradient of the data is not needed
-    assert 8 * found.flops == products * 2 * rows * width**2
-    assert found.replicated_share == 0.0
-    assert all(each.count is not None for each in found.collectives)
-    assert found.errors == ()
+    assert 8 * result.flops == products * 2 * rows * width**2
+    assert result.replicated_share == 0.0
+    assert all(collective.count is not None for collective in result.collectives)
+    assert result.errors == ()
 
 
 # Attention, of which a block holds far more inside than it hands on
@@ -114,8 +114,8 @@ WIDTH, HEADS, LENGTH, ROWS = 256, 2, 1024, 2048
 def attention_net(depth: int) -> mw.Program:
     def block(own, x):
         q, k, v = (jnp.einsum("btd,dhk->bthk", x, own[name]) for name in "qkv")
-        seen = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
-        return x + jnp.einsum("bhts,bshk,hkd->btd", seen, v, own["o"])
+        actual = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
+        return x + jnp.einsum("bhts,bshk,hkd->btd", actual, v, own["o"])
 
     def loss(params, x):
         for own in params["blocks"]:

@@ -35,8 +35,8 @@ def test_the_least_sum_is_that_of_enumeration(seed):
     clashes |= {(v, u) for u, v in clashes}
 
     def fine(units, sets):
-        held = dict(zip(units, sets, strict=True))
-        return not any(held.get(u, 0) & held.get(v, 0) for u, v in clashes)
+        of_unit = dict(zip(units, sets, strict=True))
+        return not any(of_unit.get(u, 0) & of_unit.get(v, 0) for u, v in clashes)
 
     tables = []
     for scope in scopes:
@@ -47,15 +47,15 @@ def test_the_least_sum_is_that_of_enumeration(seed):
     def total(sets):
         places = [[sets[unit] for unit in scope] == rows[:, :] for scope, rows in tables]
         return sum(
-            float(each[place.all(axis=1)][0]) for each, place in zip(costs, places, strict=True)
+            float(cost[place.all(axis=1)][0]) for cost, place in zip(costs, places, strict=True)
         )
 
     elimination = Elimination.of(tables, 2, frozenset(clashes))
     least, sets = elimination.least(costs)
     met = {unit for scope in scopes for unit in scope}
     every = itertools.product(*(range(4) if unit in met else (0,) for unit in range(5)))
-    wanted = min(total(sets) for sets in every if fine(range(5), sets))
-    assert least == pytest.approx(wanted)
+    expected = min(total(sets) for sets in every if fine(range(5), sets))
+    assert least == pytest.approx(expected)
     assert set(sets) == met
     assert total([sets.get(unit, 0) for unit in range(5)]) == pytest.approx(least)
 
@@ -74,12 +74,12 @@ def test_prices_bound_what_the_solver_finds(zero):
     met = 0
     for share in (0.1, 0.5, 0.7, 0.9):
         limit = int(smallest + share * (largest - smallest))
-        found, wanted = relaxed(tables, limit), solve_time(tables, limit, deadline)
-        best_s = math.inf if wanted.masks is None else tables.time_s(wanted.masks)
-        assert found.bound_s <= best_s * (1 + 1e-6)
-        if found.masks is not None:
-            assert tables.peaks(found.masks).max() <= limit
-            assert best_s * (1 - GAP) <= found.time_s == pytest.approx(tables.time_s(found.masks))
+        result, expected = relaxed(tables, limit), solve_time(tables, limit, deadline)
+        best_s = math.inf if expected.masks is None else tables.time_s(expected.masks)
+        assert result.bound_s <= best_s * (1 + 1e-6)
+        if result.masks is not None:
+            assert tables.peaks(result.masks).max() <= limit
+            assert best_s * (1 - GAP) <= result.time_s == pytest.approx(tables.time_s(result.masks))
             met += 1
     assert met >= 3
 
@@ -99,6 +99,6 @@ def test_what_is_too_entangled_is_left_to_the_solver(monkeypatch):
     by_solver = best()
     assert by_elimination.is_proven
     assert by_solver.is_proven
-    one, other = (found.candidates[0].cost for found in (by_elimination, by_solver))
+    one, other = (result.candidates[0].cost for result in (by_elimination, by_solver))
     assert one.peak_bytes <= limit
     assert one.time_s == pytest.approx(other.time_s, rel=0.01)

@@ -82,20 +82,20 @@ def test_two_dims_of_a_torus_carry_twice_as_much_and_a_slow_link_carries_what_is
     ],
 )
 def test_which_link_an_axis_is_taken_to_lie_on(target, axes, lies):
-    found = links_of(Target.of(target), hardware_of(target), axes)
+    links = links_of(Target.of(target), hardware_of(target), axes)
 
-    def said(level):
+    def level_text(level):
         return f"{level.link.kind} over {level.lanes}" if level.lanes > 1 else level.link.kind
 
-    assert [" + ".join(map(said, reversed(each.levels))) for each in found] == lies
+    assert [" + ".join(map(level_text, reversed(link.levels))) for link in links] == lies
 
 
 def test_a_mesh_whose_axes_share_dims_of_the_torus_says_so():
     v5e, axes = Target.of("v5e:4x4"), (("data", 4), ("fsdp", 2), ("model", 2))
-    shared = [str(each) for each in links_of(v5e, hardware_of(v5e), axes)]
-    assert all(each.endswith("on ici, where axes share dims of the torus") for each in shared)
+    shared = [str(link) for link in links_of(v5e, hardware_of(v5e), axes)]
+    assert all(link.endswith("on ici, where axes share dims of the torus") for link in shared)
     whole = links_of(v5e, hardware_of(v5e), (("data", 4), ("model", 4)))
-    assert not any(each.shares_dims for each in whole)
+    assert not any(link.shares_dims for link in whole)
 
 
 # Schedules, in text that a compiler could have written
@@ -126,52 +126,52 @@ DOT_S = 2 * 10**3
 
 
 def test_a_collective_that_nothing_hides_is_waited_for():
-    found = estimate(
+    result = estimate(
         compiled(f"""  %y = f32[10,10]{{1,0}} all-reduce(%x), {SUM}
   ROOT %z = f32[10,10]{{1,0}} dot(%y, %y), {DOT}"""),
         PLAIN,
     )
-    assert found.step_time_s == DOT_S + TALK_S
-    assert (found.compute_s, found.waiting_s, found.overlap_s) == (DOT_S, TALK_S, 0.0)
-    assert found.communication_s == ((("data",), TALK_S),)
-    assert found.bound_by == "compute"
-    assert found.mfu == DOT_S / (DOT_S + TALK_S)
-    assert [heavy.opcode for heavy in found.heaviest] == ["dot", "all-reduce"]
+    assert result.step_time_s == DOT_S + TALK_S
+    assert (result.compute_s, result.waiting_s, result.overlap_s) == (DOT_S, TALK_S, 0.0)
+    assert result.communication_s == ((("data",), TALK_S),)
+    assert result.bound_by == "compute"
+    assert result.mfu == DOT_S / (DOT_S + TALK_S)
+    assert [heavy.opcode for heavy in result.heaviest] == ["dot", "all-reduce"]
 
 
 @pytest.mark.parametrize(("speed", "waited"), [(1.0, 0.0), (DOT_S / 4.0, TALK_S - 4.0)])
 def test_what_lies_between_start_and_done_hides_it(speed, waited):
     hardware = Hardware("h", (("float32", speed),), None, 1e12, (SHARED,))
-    found = estimate(
+    result = estimate(
         compiled(f"""  %begun = f32[10,10]{{1,0}} all-reduce-start(%x), {SUM}
   %y = f32[10,10]{{1,0}} dot(%x, %x), {DOT}
   %sum = f32[10,10]{{1,0}} all-reduce-done(%begun)
   ROOT %z = f32[10,10]{{1,0}} add(%y, %sum)"""),
         hardware,
     )
-    assert found.waiting_s == pytest.approx(waited, abs=1e-6)
-    assert found.overlap_s == pytest.approx(TALK_S - waited, abs=1e-6)
-    assert found.step_time_s == pytest.approx(DOT_S / speed + waited, rel=1e-6)
+    assert result.waiting_s == pytest.approx(waited, abs=1e-6)
+    assert result.overlap_s == pytest.approx(TALK_S - waited, abs=1e-6)
+    assert result.step_time_s == pytest.approx(DOT_S / speed + waited, rel=1e-6)
 
 
 def test_collectives_over_the_same_axes_wait_for_each_other():
-    found = estimate(
+    result = estimate(
         compiled(f"""  %one = f32[10,10]{{1,0}} all-reduce-start(%x), {SUM}
   %two = f32[10,10]{{1,0}} all-reduce-start(%x), {SUM.replace("=1,", "=2,")}
   %first = f32[10,10]{{1,0}} all-reduce-done(%one)
   ROOT %second = f32[10,10]{{1,0}} all-reduce-done(%two)"""),
         PLAIN,
     )
-    assert found.step_time_s == found.waiting_s == 2 * TALK_S
-    assert found.bound_by == "communication"
+    assert result.step_time_s == result.waiting_s == 2 * TALK_S
+    assert result.bound_by == "communication"
 
 
 def test_each_instruction_takes_the_longer_of_arithmetic_and_memory():
     dot = f"  ROOT %y = f32[10,10]{{1,0}} dot(%x, %x), {DOT}"
     fast = Hardware("fast", (("float32", 1e12),), None, 100.0, instruction_s=0.25)
-    found = estimate(compiled(dot), fast)
-    assert found.step_time_s == 0.25 + 3 * 400 / 100
-    assert found.bound_by == "memory"
+    result = estimate(compiled(dot), fast)
+    assert result.step_time_s == 0.25 + 3 * 400 / 100
+    assert result.bound_by == "memory"
     slow = Hardware("slow", (("float32", 100.0),), None, 1e12)
     assert estimate(compiled(dot), slow).step_time_s == DOT_S / 100
 
@@ -200,38 +200,38 @@ def test_rates_of_a_kind_and_size_come_before_the_peak():
 
 
 def test_a_start_of_a_copy_runs_beside_the_rest():
-    found = estimate(
+    result = estimate(
         compiled(f"""  %begun = (f32[10,10]{{1,0}}, f32[10,10]{{1,0}}, u32[]) copy-start(%x)
   %y = f32[10,10]{{1,0}} dot(%x, %x), {DOT}
   ROOT %z = f32[10,10]{{1,0}} copy-done(%begun)"""),
         Hardware("h", (("float32", 100.0),), None, 100.0),
     )
-    assert found.step_time_s == DOT_S / 100  # the copy takes 8 s
+    assert result.step_time_s == DOT_S / 100  # the copy takes 8 s
 
 
 # What is missing is said, and never made up
 
 
 def test_a_chip_without_numbers_gives_no_time():
-    found = estimate(
+    result = estimate(
         compiled(f"  ROOT %y = f32[10,10]{{1,0}} dot(%x, %x), {DOT}"), hardware_of("cpu")
     )
-    assert found.missing == ("peak_flops_per_s.float32", "memory_bandwidth_bytes_per_s")
-    assert (found.step_time_s, found.mfu, found.bound_by, found.compute_s) == (None,) * 4
-    assert found.flops == DOT_S
-    assert "step time   unknown" in str(found)
+    assert result.missing == ("peak_flops_per_s.float32", "memory_bandwidth_bytes_per_s")
+    assert (result.step_time_s, result.mfu, result.bound_by, result.compute_s) == (None,) * 4
+    assert result.flops == DOT_S
+    assert "step time   unknown" in str(result)
     missing = "peak_flops_per_s.float32, memory_bandwidth_bytes_per_s"
-    assert f"unknown              {missing}" in str(found)
+    assert f"unknown              {missing}" in str(result)
 
 
 def test_what_was_assumed_is_said():
     x = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=layout(["data", None]))
     step = compile_ahead(jax.jit(lambda x: x.T @ x), [x], "cpu:8")
-    found = estimate(step, Hardware("h", (("float32", 1e9),), None, 1e9, (Link("shared"),)))
-    assert "links.shared.bytes_per_s" in found.missing
-    assert "axis 'data' of 4 lies on shared." in found.assumptions
-    assert "The latency of shared is unknown and counts as zero." in found.assumptions
-    hash(found)
+    result = estimate(step, Hardware("h", (("float32", 1e9),), None, 1e9, (Link("shared"),)))
+    assert "links.shared.bytes_per_s" in result.missing
+    assert "axis 'data' of 4 lies on shared." in result.assumptions
+    assert "The latency of shared is unknown and counts as zero." in result.assumptions
+    hash(result)
 
 
 def layout(spec):
@@ -243,12 +243,12 @@ def test_model_flops_tell_replicated_work_and_lower_the_mfu():
     step = compile_ahead(jax.jit(lambda x: x @ x.T @ x), [x], "cpu:8")
     hardware = Hardware("h", (("float32", 1e9),), None, 1e9, (Link("shared", "shared", 1e9, 0.0),))
     all_of_it = 2 * 2 * 64 * 64 * 32
-    told, untold = estimate(step, hardware, model_flops=all_of_it), estimate(step, hardware)
-    assert told.replicated_share == 0.5  # over the axis "model"
+    with_flops, untold = estimate(step, hardware, model_flops=all_of_it), estimate(step, hardware)
+    assert with_flops.replicated_share == 0.5  # over the axis "model"
     assert untold.replicated_share is None
-    assert told.mfu == pytest.approx(untold.mfu / 2)
+    assert with_flops.mfu == pytest.approx(untold.mfu / 2)
     for words in ("replicated     50.0%", "bound by", "heaviest layers", "over data"):
-        assert words in str(told)
+        assert words in str(with_flops)
 
 
 def test_products_run_as_the_platform_runs_them():
@@ -276,12 +276,12 @@ def test_a_step_for_a_tpu_has_a_time_and_all_its_collectives():
         return w - grad, loss
 
     compiled = compile_ahead(jax.jit(step), [x, w], "v5p:2x2x2")
-    found = estimate(compiled, hardware_of("v5p"))
-    assert found.missing == ()
-    assert found.flops == pytest.approx(2 * 2 * 4096**3 / 8, rel=0.01)
-    assert found.compute_s == pytest.approx(found.flops / 459e12, rel=0.01)
-    assert found.step_time_s >= max(found.compute_s, found.waiting_s)
-    talk = sum(seconds for _, seconds in found.communication_s)
+    result = estimate(compiled, hardware_of("v5p"))
+    assert result.missing == ()
+    assert result.flops == pytest.approx(2 * 2 * 4096**3 / 8, rel=0.01)
+    assert result.compute_s == pytest.approx(result.flops / 459e12, rel=0.01)
+    assert result.step_time_s >= max(result.compute_s, result.waiting_s)
+    talk = sum(seconds for _, seconds in result.communication_s)
     links = links_of(compiled.target, hardware_of("v5p"), compiled.axes)
     assert talk == pytest.approx(sum(collective_s(c, links) for c in compiled.collectives))
 
@@ -292,19 +292,19 @@ def test_a_step_for_a_tpu_has_a_time_and_all_its_collectives():
 def test_the_numbers_of_a_machine_follow_from_what_was_timed():
     seconds = json.loads('{"product": 0.5, "stream": 0.25, "element": 1, "instruction": 1e-6}')
     seconds |= {"product 2000": 3e-6, "product 4000": 4e-6, "nothing": 1e-4}
-    found = hardware_from(Target.of("cpu:8"), {**seconds, "small_sum": 1e-3, "large_sum": 1.001})
-    assert found.rate("product", 10.0) == found.rate("product", 2000) == pytest.approx(1e9)
-    assert found.rate("product", 4000) == pytest.approx(4000 / 3e-6)
-    assert (found.rate("memory", 10.0), found.call_s) == (None, 1e-4)
-    assert found.peak("float32") == 2 * 256**3 / 0.5
-    assert found.instruction_s == 1e-6
-    link = found.link("shared")
+    result = hardware_from(Target.of("cpu:8"), {**seconds, "small_sum": 1e-3, "large_sum": 1.001})
+    assert result.rate("product", 10.0) == result.rate("product", 2000) == pytest.approx(1e9)
+    assert result.rate("product", 4000) == pytest.approx(4000 / 3e-6)
+    assert (result.rate("memory", 10.0), result.call_s) == (None, 1e-4)
+    assert result.peak("float32") == 2 * 256**3 / 0.5
+    assert result.instruction_s == 1e-6
+    link = result.link("shared")
     again = [
         collective_s(collective("all-reduce", nbytes, 8), [AxisLink("data", 8, link)])
         for nbytes in (4 << 10, 4 << 20)
     ]
     assert again == pytest.approx([1e-3, 1.001])
-    assert math.isclose(found.memory_bandwidth_bytes_per_s, 8 * (2 << 20) / 0.25)
+    assert math.isclose(result.memory_bandwidth_bytes_per_s, 8 * (2 << 20) / 0.25)
 
 
 def test_only_cpus_are_measured_and_not_for_ever():
@@ -320,8 +320,8 @@ def test_only_cpus_are_measured_and_not_for_ever():
 def kernels(*targets):
     """A step that calls kernels of these names."""
     calls = "".join(
-        f'  %k{i} = f32[8]{{0}} custom-call(%x), custom_call_target="{each}"\n'
-        for i, each in enumerate(targets)
+        f'  %k{i} = f32[8]{{0}} custom-call(%x), custom_call_target="{kernel}"\n'
+        for i, kernel in enumerate(targets)
     )
     text = (
         "HloModule jit_step, is_scheduled=true\n\nENTRY %main (x: f32[8]) -> f32[8] {\n"
@@ -331,8 +331,8 @@ def kernels(*targets):
 
 
 def test_kernels_of_the_users_are_unknown_and_those_around_collectives_are_not():
-    found = estimate(kernels("AsyncCollectiveStart", "my_kernel"), hardware_of("v5e"))
-    unknown = [each for each in found.assumptions if "Unknown kernel" in each]
+    result = estimate(kernels("AsyncCollectiveStart", "my_kernel"), hardware_of("v5e"))
+    unknown = [assumption for assumption in result.assumptions if "Unknown kernel" in assumption]
     assert unknown == ["Unknown kernel my_kernel: its time counts as zero."]
 
 
@@ -395,9 +395,9 @@ def test_fewer_flops_than_the_models_own_are_an_error_and_give_no_time():
 def test_what_a_compiler_may_leave_out_is_not_missed():
     def convolved(x, kernel):
         dims = ("NHWC", "HWIO", "NHWC")
-        kept = jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=dims)
+        strided = jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=dims)
         jnp.vdot(x, x) * 2.0  # of which no result depends
-        return kept
+        return strided
 
     args = jnp.ones((2, 7, 7, 4)), jnp.ones((3, 3, 4, 8))
     for function in (convolved, jax.grad(lambda *args: (convolved(*args) ** 2).sum(), (0, 1))):

@@ -69,9 +69,7 @@ def test_a_collective_knows_its_line_and_one_that_moves_is_not_compiled_again(
     monkeypatch.chdir(tmp_path)
     compiled = []
     run = compiler_process._ask
-    monkeypatch.setattr(
-        compiler_process, "_ask", lambda *asked: compiled.append(asked) or run(*asked)
-    )
+    monkeypatch.setattr(compiler_process, "_ask", lambda *args: compiled.append(args) or run(*args))
 
     def report(file: str, above: str) -> mw.DryRun:
         program = program_of(loss_in(tmp_path / file, above))
@@ -97,14 +95,14 @@ def test_where_lines_and_files_move_the_step_is_the_same_to_the_byte(tmp_path):
     step, lines = lines_of(program_of(loss_in(tmp_path / "a.py")))
     moved, others = lines_of(program_of(loss_in(tmp_path / "b.py", "\n" * 40)))
     assert step == moved
-    assert [each.line + 40 for each in lines] == [each.line for each in others]
+    assert [line.line + 40 for line in lines] == [other.line for other in others]
     assert b"a.py" not in step
-    assert [each.function for each in lines][:1] == ["dense"]
+    assert [line.function for line in lines][:1] == ["dense"]
 
 
 def test_a_library_function_that_is_compiled_once_has_the_line_of_each_call(tmp_path):
     _, lines = lines_of(program_of(loss_in(tmp_path / "a.py")))
-    assert [each.line for each in lines] == [7, 11, 12, 13]
+    assert [line.line for line in lines] == [7, 11, 12, 13]
 
 
 def test_inside_loops_and_functions_of_the_users_own_their_lines_are_meant():
@@ -125,7 +123,7 @@ def test_inside_loops_and_functions_of_the_users_own_their_lines_are_meant():
     _, lines = lines_of(
         program_of(loss, {"kernels": shapes(3, 16, 16)}), {"kernels": [None, None, "model"]}
     )
-    here = {each.line - begin for each in lines if each.file == __file__}
+    here = {line.line - begin for line in lines if line.file == __file__}
     for words in ("# inside own", "# inside body"):
         assert next(n for n, text in enumerate(source) if words in text) in here
 
@@ -148,16 +146,16 @@ def test_of_keras_models_the_lines_of_the_users_own_layers_are_known():
     strategy = mw.Sharded(MESH, {"last/kernel": [None, "model"]})
     described = strategy.abstract_step(model, (shapes(8, 16), shapes(8, 4)))
     _, _, lines = _exported(described.train, (described.state, described.batch), Target.of("cpu:8"))
-    assert {each.function for each in lines} == {"Twice.call"}
-    assert all(each.file == __file__ for each in lines)
+    assert {line.function for line in lines} == {"Twice.call"}
+    assert all(line.file == __file__ for line in lines)
 
 
 def test_a_step_that_was_traced_before_keeps_its_lines(tmp_path):
     described = abstract_step(
         program_of(loss_in(tmp_path / "a.py")), shapes(8, 16), mw.Placement.of(MESH, SPLIT)
     )
-    asked = described.train, (described.state, described.batch), Target.of("cpu:8")
-    first, again = _exported(*asked), _exported(*asked)
+    args = described.train, (described.state, described.batch), Target.of("cpu:8")
+    first, again = _exported(*args), _exported(*args)
     assert first[2]
     assert again[2] == first[2]
     assert again[0] == first[0]
@@ -177,21 +175,23 @@ def test_training_and_checks_see_no_scopes_of_lines(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "told"),
+    ("file", "shown_path"),
     [
         ("sub/model.py", "sub/model.py:3"),
         ("/elsewhere/deep/down/model.py", "down/model.py:3"),
         ("<stdin>", "<stdin>:3"),
     ],
 )
-def test_a_line_is_told_from_here_and_gives_no_machine_away(file, told, tmp_path, monkeypatch):
+def test_a_line_is_told_from_here_and_gives_no_machine_away(
+    file, shown_path, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    assert str(SourceLine(file, 3, "f")) == told
+    assert str(SourceLine(file, 3, "f")) == shown_path
     assert str(SourceLine(str(tmp_path / "sub" / "model.py"), 3, "f")) == "sub/model.py:3"
 
 
 def test_numbers_go_by_order_of_appearance():
     lines = Lines()
     one, two = SourceLine("a", 9, "f"), SourceLine("a", 2, "f")
-    assert [lines.number(each) for each in (one, two, one)] == [0, 1, 0]
+    assert [lines.number(line) for line in (one, two, one)] == [0, 1, 0]
     assert lines.all() == (one, two)

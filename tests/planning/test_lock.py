@@ -66,7 +66,7 @@ def lying(*places):
 
 
 @pytest.mark.parametrize(
-    ("now", "said"),
+    ("now", "messages"),
     [
         (LOCK, []),
         (holding(peak_bytes=1010), []),  # 1 % of what the compiler says
@@ -164,9 +164,11 @@ def lying(*places):
         ),
     ],
 )
-def test_each_thing_that_changed_is_named_with_how_much(now, said):
-    assert [str(each) for each in compare(LOCK, now)] == said
-    assert [str(each) for each in worse(LOCK, now)] == [s for s in said if s.startswith("worse")]
+def test_each_thing_that_changed_is_named_with_how_much(now, messages):
+    assert [str(change) for change in compare(LOCK, now)] == messages
+    assert [str(change) for change in worse(LOCK, now)] == [
+        s for s in messages if s.startswith("worse")
+    ]
 
 
 def test_everything_that_got_worse_is_named_at_once_and_first():
@@ -176,15 +178,15 @@ def test_everything_that_got_worse_is_named_at_once_and_first():
         collectives=(GATHER,),
         layouts=(WHOLE,),
     )
-    found = compare(LOCK, now)
-    assert [each.what for each in worse(LOCK, now)] == [
+    changes = compare(LOCK, now)
+    assert [change.what for change in worse(LOCK, now)] == [
         "fit",
         "memory",
         "memory",
         "collective",
         "layout",
     ]
-    assert [each.verdict for each in found] == ["worse"] * 5 + ["better"] * 2
+    assert [change.verdict for change in changes] == ["worse"] * 5 + ["better"] * 2
 
 
 def test_a_tolerance_is_for_all_bytes_and_for_no_count():
@@ -250,7 +252,7 @@ _LOCKS = st.builds(
     layouts=st.lists(
         st.builds(LockedLayout, st.text(max_size=3), st.just("[model]"), _NUMBERS),
         max_size=3,
-        unique_by=lambda each: each.path,
+        unique_by=lambda layout: layout.path,
     ).map(tuple),
     step=st.just(()) | st.tuples(*(st.tuples(st.just(line), _REAL) for line in STEP)),
     hardware=st.sampled_from(["", "v5e 01234567"]),
@@ -276,23 +278,24 @@ def _more(number, factor):
 def test_what_costs_more_is_no_better(before, now, factor):
     grown = replace(
         now,
-        memory=tuple((line, _more(held, factor)) for line, held in now.memory),
+        memory=tuple((line, _more(nbytes, factor)) for line, nbytes in now.memory),
         collectives=None
         if now.collectives is None
         else tuple(
             replace(
-                each,
-                count=_more(each.count, factor),
-                bytes_per_step=_more(each.bytes_per_step, factor),
+                collective,
+                count=_more(collective.count, factor),
+                bytes_per_step=_more(collective.bytes_per_step, factor),
             )
-            for each in now.collectives
+            for collective in now.collectives
         ),
         layouts=tuple(
-            replace(each, bytes_per_device=factor * each.bytes_per_device) for each in now.layouts
+            replace(layout, bytes_per_device=factor * layout.bytes_per_device)
+            for layout in now.layouts
         ),
     )
-    was = {(each.what, each.name) for each in worse(before, now)}
-    assert was <= {(each.what, each.name) for each in worse(before, grown)}
+    was = {(change.what, change.name) for change in worse(before, now)}
+    assert was <= {(change.what, change.name) for change in worse(before, grown)}
 
 
 @given(_LOCKS, _LOCKS)
@@ -381,13 +384,13 @@ def test_a_dry_run_is_kept_whole(split, tmp_path):
     lock.save(tmp_path / "plan.json")
     assert Lock.load(tmp_path / "plan.json") == lock
     assert dict(lock.memory)["parameter_bytes"] == split.parameter_bytes == 4 * 2 * 16 * 32 // 2
-    assert [(each.path, each.layout) for each in lock.layouts] == [
+    assert [(layout.path, layout.layout) for layout in lock.layouts] == [
         ("v/kernel", "[model, unsharded]"),
         ("w/kernel", "[unsharded, model]"),
     ]
-    assert [each.bytes_per_device for each in lock.layouts] == [1024, 1024]
-    moved = sum(each.bytes_per_step for each in lock.collectives)
-    assert moved == sum(each.bytes_per_step for each in split.collectives)
+    assert [layout.bytes_per_device for layout in lock.layouts] == [1024, 1024]
+    moved = sum(collective.bytes_per_step for collective in lock.collectives)
+    assert moved == sum(collective.bytes_per_step for collective in split.collectives)
     assert dict(lock.versions)["jax"] == jax.__version__
 
 
@@ -415,5 +418,5 @@ def test_a_step_that_was_refused_is_worse_than_one_that_fits(split):
     refused = replace(fits, memory=bare, collectives=(), refusal="RESOURCE_EXHAUSTED")
     assert lock_of(refused).collectives is None
     assert Lock.from_json(lock_of(refused).to_json()) == lock_of(refused)
-    assert [each.what for each in worse(lock_of(fits), lock_of(refused))] == ["fit"]
+    assert [change.what for change in worse(lock_of(fits), lock_of(refused))] == ["fit"]
     assert worse(lock_of(refused), lock_of(fits)) == ()

@@ -42,27 +42,27 @@ def block(weights, x):
     h = normed(x, weights["g"])
     q, k, v = (jnp.einsum("btd,dhk->bthk", h, weights[name]) for name in "qkv")
     scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
-    seen = jnp.einsum("bhts,bshk->bthk", scores, v)
-    x = x + jnp.einsum("bthk,hkd->btd", seen, weights["o"])
+    actual = jnp.einsum("bhts,bshk->bthk", scores, v)
+    x = x + jnp.einsum("bthk,hkd->btd", actual, weights["o"])
     return x + jax.nn.gelu(normed(x, weights["g"]) @ weights["up"]) @ weights["down"]
 
 
 def transformer(again=False):
     head = WIDTH // HEADS
-    each = dict.fromkeys("qkv", shape(WIDTH, HEADS, head))
-    each |= {"o": shape(HEADS, head, WIDTH), "g": shape(WIDTH)}
-    each |= {"up": shape(WIDTH, 4 * WIDTH), "down": shape(4 * WIDTH, WIDTH)}
+    weights_of_block = dict.fromkeys("qkv", shape(WIDTH, HEADS, head))
+    weights_of_block |= {"o": shape(HEADS, head, WIDTH), "g": shape(WIDTH)}
+    weights_of_block |= {"up": shape(WIDTH, 4 * WIDTH), "down": shape(4 * WIDTH, WIDTH)}
     run = jax.checkpoint(block) if again else block
 
     def loss(weights, ids):
         x = weights["embed"][ids]
         for one in weights["blocks"]:
             x = run(one, x)
-        found = jax.nn.log_softmax(x @ weights["head"])
-        return -jnp.mean(jnp.take_along_axis(found, ids[..., None], -1))
+        result = jax.nn.log_softmax(x @ weights["head"])
+        return -jnp.mean(jnp.take_along_axis(result, ids[..., None], -1))
 
     ends = {"embed": shape(VOCAB, WIDTH), "head": shape(WIDTH, VOCAB)}
-    weights = {**ends, "blocks": [each, each]}
+    weights = {**ends, "blocks": [weights_of_block, weights_of_block]}
     return mw.jax_program(loss, weights, optax.adam(1e-3)), shape(ROWS, LENGTH, dtype="int32")
 
 
@@ -111,8 +111,8 @@ def test_the_planners_peak_is_near_the_compilers(name):
         assert up is not None
         rules[step.dims[up].family] = ["model"]
     choices = Choices(zero=how.get("zero", 0))
-    found = cost(step, mesh.axes, rules, choices, target="cpu:8").peak_bytes
-    assert found == pytest.approx(report.peak_bytes, rel=off)
+    result = cost(step, mesh.axes, rules, choices, target="cpu:8").peak_bytes
+    assert result == pytest.approx(report.peak_bytes, rel=off)
 
 
 @pytest.mark.full
@@ -141,10 +141,10 @@ def on_a_tpu(built, **how):
     return estimate.peak_bytes, mw.dry_run(program, batch, **options).peak_bytes
 
 
-@pytest.mark.parametrize(("zero", "kept"), [(0, True), (2, True), (3, False)])
-def test_micro_batches_in_a_loop_keep_the_casts_of_parameters(zero, kept):
+@pytest.mark.parametrize(("zero", "copies"), [(0, True), (2, True), (3, False)])
+def test_micro_batches_in_a_loop_keep_the_casts_of_parameters(zero, copies):
     casts = 4 * 1024 * 1024 * 2  # of all kernels
-    assert cast_bytes("bfloat16", Choices(zero, accumulate=2)) == (casts if kept else 0)
+    assert cast_bytes("bfloat16", Choices(zero, accumulate=2)) == (casts if copies else 0)
     assert cast_bytes("float32", Choices(zero, accumulate=2)) == 0
     assert cast_bytes("bfloat16", Choices(zero)) == 0
 
@@ -184,8 +184,8 @@ def test_level_3_gathers_kernels_one_after_the_other(target, dtype):
         )
     kernel = 1024 * 1024 * (2 if dtype == "bfloat16" else 4)
     pieces = 1024 * 1024 * 4 * 4 // 8  # the parameter, its gradient and two slots
-    held = 4 * 64 * 1024 * 4 // 8  # of each layer, activations in any type
-    assert peaks[1] - peaks[0] <= 4 * (pieces + held)
+    activations = 4 * 64 * 1024 * 4 // 8  # of each layer, activations in any type
+    assert peaks[1] - peaks[0] <= 4 * (pieces + activations)
     assert peaks[0] >= kernel
 
 
@@ -206,11 +206,11 @@ def traced(function, *shapes):
 
 def kinds_on_cpu(step):
     buffers, _ = buffers_on_cpu(step)
-    return sorted(step.operations[each.start].kind for each in buffers)
+    return sorted(step.operations[buffer.start].kind for buffer in buffers)
 
 
 def kinds_on_tpu(step):
-    return sorted(step.operations[each.start].kind for each in buffers_on_tpu(step, False))
+    return sorted(step.operations[buffer.start].kind for buffer in buffers_on_tpu(step, False))
 
 
 def test_elementwise_work_is_written_for_a_product():
@@ -239,11 +239,11 @@ def test_level_3_keeps_what_a_product_reads_in_bfloat16():
         return jnp.sum((jnp.einsum("bij,bkj->bik", weights, x.astype("bfloat16")) @ v) ** 2)
 
     step = traced(jax.grad(loss, argnums=(1, 2)), (8, 4, 4), (4, 4), (4, 6, "bfloat16"))
-    plain, kept = (
-        sum(step.tensors[each.tensor].itemsize == 2 for each in buffers_on_tpu(step, keeps))
+    plain, compact = (
+        sum(step.tensors[buffer.tensor].itemsize == 2 for buffer in buffers_on_tpu(step, keeps))
         for keeps in (False, True)
     )
-    assert kept == plain + 1
+    assert compact == plain + 1
 
 
 def test_level_3_writes_logits_in_full_and_on_some_chips_their_gradient():
@@ -257,7 +257,7 @@ def test_level_3_writes_logits_in_full_and_on_some_chips_their_gradient():
     step = traced(jax.grad(loss, argnums=(1, 2)), *sizes)
     large = {}
     for kind, keeps in (("", False), ("v5p", True), ("v5e", True)):
-        written = [step.tensors[each.tensor] for each in buffers_on_tpu(step, keeps, kind)]
+        written = [step.tensors[buffer.tensor] for buffer in buffers_on_tpu(step, keeps, kind)]
         large[kind] = sorted(x.itemsize for x in written if x.shape == (8, 32))
     assert large == {"": [2], "v5p": [2, 4], "v5e": [4]}
 
@@ -270,7 +270,7 @@ def test_what_a_block_computes_again_is_known_for_the_same():
     plain = traced(
         jax.grad(lambda x, w: jnp.sum((jnp.tanh(x @ w) @ w) ** 2), argnums=1), (8, 4), (4, 4)
     )
-    assert any(each.twin is not None for each in step.tensors)
+    assert any(tensor.twin is not None for tensor in step.tensors)
     assert kinds_on_cpu(step) == kinds_on_cpu(plain)
     assert kinds_on_tpu(step).count("dot_general") > kinds_on_tpu(plain).count("dot_general")
 

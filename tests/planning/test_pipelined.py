@@ -234,8 +234,8 @@ def test_a_compiled_step_takes_what_its_stages_take_and_sends_as_often(schedule,
     assert sent == [{2 * TOKENS * 32 * 4: times}] * 2
     compiled, modelled = (report.estimate for report in reports)
     block, head = 3 * 2 * 2 * 16 * TOKENS * 32 * HIDDEN, 3 * 2 * 16 * TOKENS * 32 * words
-    for found in (compiled, modelled):
-        assert found.sums.own_flops * 8 == pytest.approx(10 * block + head)
+    for result in (compiled, modelled):
+        assert result.sums.own_flops * 8 == pytest.approx(10 * block + head)
     assert compiled.compute_s == pytest.approx(modelled.step_time_s, rel=0.15)
     assert compiled.step_time_s == pytest.approx(modelled.step_time_s, rel=0.15)
     assert compiled.mfu == pytest.approx(modelled.mfu, rel=0.15)
@@ -247,8 +247,8 @@ def test_a_loop_of_the_loss_that_runs_as_often_as_there_are_ticks_counts_whole()
     of_loss, of_ticks = (
         Loop("while", 5, body, path) for path in ("jit(step)/while", "jit(step)/shard_map/while")
     )
-    found = _with_shares(Costs((of_loss, of_ticks)), [Turns(5, 0.25)])
-    assert found.flops == 2 * 40 + 40 + 40 / 4
+    result = _with_shares(Costs((of_loss, of_ticks)), [Turns(5, 0.25)])
+    assert result.flops == 2 * 40 + 40 + 40 / 4
 
 
 def test_a_table_is_as_idle_and_as_wide_as_the_shares_of_its_stages_say():

@@ -46,12 +46,12 @@ def test_reasons_are_differences_of_the_model():
     axes = {"batch": 2, "model": 4}
     plan = plan_step(graph, "cpu:8", hardware=CPU, axes=axes)
     assert plan.rules == {"batch": ("batch",), "hidden": ("model",)}
-    (line,) = [str(each) for each in plan.why if each.choice == "hidden over model"]
+    (line,) = [str(reason) for reason in plan.why if reason.choice == "hidden over model"]
     mesh = tuple(axes.items())
     choices = Choices(plan.zero, plan.accumulate, plan.remat)
     with_it, without = (
-        cost(graph, mesh, each, choices, target="cpu:8", hardware=CPU)
-        for each in ({"batch": ["batch"], "hidden": ["model"]}, {"batch": ["batch"]})
+        cost(graph, mesh, rules, choices, target="cpu:8", hardware=CPU)
+        for rules in ({"batch": ["batch"], "hidden": ["model"]}, {"batch": ["batch"]})
     )
     assert f"saves {bytes_text(without.peak_bytes - with_it.peak_bytes)}" in line
     assert without.compute_s is not None
@@ -85,7 +85,7 @@ def test_layouts_of_parameters_and_inputs():
         for path, dims in [("w", (512, 2048)), ("v", (2048, 512))]
     ]
     placed = placement.with_zero(0).place(infos)
-    assert [str(each.layout.unbound()) for each in placed] == [
+    assert [str(variable.layout.unbound()) for variable in placed] == [
         "[unsharded, cols]",
         "[cols, unsharded]",
     ]
@@ -162,7 +162,7 @@ def test_a_file_keeps_a_plan(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda read: read | {"kind": "dry-run lock"}, "received a dry-run lock"),
         (lambda read: read | {"version": 0}, "expected 3. Plan again"),
@@ -175,9 +175,9 @@ def test_a_file_keeps_a_plan(tmp_path):
         (lambda read: [], r"not a readable plan.*Plan.to_json\(\) writes one"),
     ],
 )
-def test_what_is_no_plan_is_refused(change, said):
+def test_what_is_no_plan_is_refused(change, message):
     read = json.loads(plan_step(mlp(), "v5e:2x4").to_json())
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         Plan.from_json(json.dumps(change(read)))
 
 
@@ -206,11 +206,11 @@ def test_no_plan_is_slower_than_a_layout_that_is_known_by_name(
     plan = plan_step(graph, target, memory_limit=memory_limit, limit_s=limit_s)
     assert list(plan.named) == NAMED
     fit = [o for o in plan.named.values() if o.peak_bytes <= plan.limit_bytes]
-    assert all(plan.chosen.time_s <= each.time_s for each in fit)
+    assert all(plan.chosen.time_s <= option.time_s for option in fit)
     assert plan.chosen.peak_bytes <= plan.limit_bytes
     head = str(plan).splitlines()[1]
     assert all(name in head for name in NAMED)
-    levels = {name: each.zero for name, each in plan.named.items()}
+    levels = {name: option.zero for name, option in plan.named.items()}
     assert [levels[name] for name in NAMED] == [0, 0, 3, 3]
     rows, weights, fully, both = (plan.named[name] for name in NAMED)
     assert dict(rows.rules).keys() == dict(fully.rules).keys() == {"batch"}
@@ -228,7 +228,7 @@ def test_names_that_the_step_has_nothing_for_are_left_out():
 
 def test_a_mesh_of_ones_own_is_that_of_all_columns():
     plan = plan_step(mlp(4096, 512, 2048), "h100:8", axes={"rows": 4, "cols": 2})
-    assert {each.axes for each in plan.named.values()} == {(("rows", 4), ("cols", 2))}
+    assert {option.axes for option in plan.named.values()} == {(("rows", 4), ("cols", 2))}
     assert dict(plan.named["tensor parallel"].rules) == {"hidden": ("rows", "cols")}
 
 
@@ -247,8 +247,8 @@ def test_the_first_line_says_whether_a_plan_was_compiled():
 
 
 def test_where_nothing_fits_in_time_the_nearest_is_named():
-    said = r"no layout that keeps within 1000 B was found within 0 s\. The nearest so far"
-    with pytest.raises(PlanError, match=said) as told:
+    message = r"no layout that keeps within 1000 B was found within 0 s\. The nearest so far"
+    with pytest.raises(PlanError, match=message) as caught:
         plan_step(mlp(), "h100:8", limit_s=0.0, memory_limit=1000)
-    assert told.value.needed_bytes > told.value.available_bytes == 1000
-    assert "limit_s=" in str(told.value)
+    assert caught.value.needed_bytes > caught.value.available_bytes == 1000
+    assert "limit_s=" in str(caught.value)

@@ -41,10 +41,10 @@ def dry_run_of_mlp(plan):
         return w - slopes[0], v - slopes[1]
 
     compiled = compile_ahead(jax.jit(step), arguments, f"cpu:{mesh.size}")
-    found = estimate(compiled, CPU)
+    result = estimate(compiled, CPU)
 
     class Report:
-        step_time_s = found.step_time_s
+        step_time_s = result.step_time_s
         peak_bytes = compiled.argument_bytes + compiled.temporary_bytes
         fits = peak_bytes <= 10**9
 
@@ -53,10 +53,10 @@ def dry_run_of_mlp(plan):
 
 @pytest.mark.full
 def test_the_best_are_compiled_and_ranked_again():
-    asked = []
+    requests = []
 
     def dry_run_of(plan):
-        asked.append(plan.axes)
+        requests.append(plan.axes)
         return dry_run_of_mlp(plan)
 
     plan = plan_step(
@@ -69,8 +69,8 @@ def test_the_best_are_compiled_and_ranked_again():
         verify=3,
         dry_run_of=dry_run_of,
     )
-    assert len(asked) == 4  # plain data parallel too
-    times = [each.dry_run_time_s for each in (plan.chosen, *plan.runners_up)]
+    assert len(requests) == 4  # plain data parallel too
+    times = [option.dry_run_time_s for option in (plan.chosen, *plan.runners_up)]
     assert None not in times
     assert times == sorted(times)
     assert "dry run: step" in str(plan)
@@ -78,20 +78,20 @@ def test_the_best_are_compiled_and_ranked_again():
 
 
 def test_plainer_layouts_are_compiled_beside_the_best():
-    asked = []
+    requests = []
 
     class Report:
         peak_bytes, fits = 5, True
 
         def __init__(self, plan):
-            asked.append((plan.axes, plan.zero))
+            requests.append((plan.axes, plan.zero))
             self.step_time_s = float(plan.axes != (("batch", 8),))
 
     best = plan_step(mlp(4096, 256, 256), "cpu:8", hardware=CPU)
     plan = plan_step(mlp(4096, 256, 256), "cpu:8", hardware=CPU, verify=1, dry_run_of=Report)
-    assert asked[0] == (best.axes, best.zero)
-    assert {(best.axes, zero) for zero in range(min(2, best.zero))} <= set(asked)
-    assert ((("batch", 8),), 0) in asked
+    assert requests[0] == (best.axes, best.zero)
+    assert {(best.axes, zero) for zero in range(min(2, best.zero))} <= set(requests)
+    assert ((("batch", 8),), 0) in requests
     assert plan.axes == (("batch", 8),)
 
 
@@ -108,13 +108,13 @@ def test_tables_cut_by_rows_are_compiled_beside_data_parallel():
     program = mw.jax_program(loss, params, optax.adam(0.1))
     one = mw.Placement.of(mw.Mesh({"batch": 1}))
     step = abstract_step(program, shape(4096, dtype="int32"), one)
-    asked = []
+    requests = []
 
     class Report:
         peak_bytes, fits = 5, True
 
         def __init__(self, plan):
-            asked.append(plan)
+            requests.append(plan)
             self.step_time_s = 2.0 - (plan.axes == (("batch", 8),)) * len(plan.rules) / 2
 
     plan = plan_step(step, "h100:8", verify=1, dry_run_of=Report)
@@ -148,9 +148,9 @@ def test_the_dry_run_has_the_last_word():
     assert [plan.chosen.dry_run_time_s for plan in ranked] == [2.0, 3.0, 1.0]
     assert "by its dry run this is faster" in str(ranked[0])
     fits.update(dict.fromkeys(fits, False))
-    with pytest.raises(PlanError, match="none of 3 dry-run plans fits") as told:
+    with pytest.raises(PlanError, match="none of 3 dry-run plans fits") as caught:
         verified(plans, Report, 100, nothing_smaller)
-    assert f"{plans[0].chosen.layouts}. No other holds" in str(told.value)  # all take 5 bytes
+    assert f"{plans[0].chosen.layouts}. No other holds" in str(caught.value)  # all take 5 bytes
     with pytest.raises(PlanError, match=r"the dry-run plan does not fit\. The"):
         verified(plans[:1], Report, 100, nothing_smaller)
 
@@ -168,9 +168,9 @@ def test_a_dry_run_without_a_peak_is_not_the_nearest():
     def nothing_smaller(_limit):
         return []
 
-    with pytest.raises(PlanError, match=r"The nearest takes 2\.86 MiB") as told:
+    with pytest.raises(PlanError, match=r"The nearest takes 2\.86 MiB") as caught:
         verified([plan, other], Report, 100, nothing_smaller)
-    assert str(other.chosen.layouts) in str(told.value)
+    assert str(other.chosen.layouts) in str(caught.value)
     with pytest.raises(PlanError, match=r"does not fit\. No other holds so much less"):
         verified([plan], Report, 100, nothing_smaller)
 
@@ -188,9 +188,9 @@ def test_a_plan_that_does_not_compile_is_left_out():
             if plan.axes == first.axes:
                 raise CompileError("the compiler gave up")
 
-    (found,) = verified([first, other], Report, 100, lambda _limit: [])
-    assert found.axes == other.axes
-    assert f"left out: {first.chosen.layouts}: the compiler gave up" in str(found)
+    (result,) = verified([first, other], Report, 100, lambda _limit: [])
+    assert result.axes == other.axes
+    assert f"left out: {first.chosen.layouts}: the compiler gave up" in str(result)
     with pytest.raises(CompileError, match="the compiler gave up"):
         verified([first], Report, 100, lambda _limit: [])
 
@@ -200,20 +200,20 @@ def test_no_plan_is_dry_run_twice_whether_it_compiles_or_not():
         replace(plan_step(mlp(64, 256, 4096), "cpu:8", hardware=CPU, axes=axes), runners_up=())
         for axes in ({"batch": 8}, {"model": 8})
     )
-    asked = []
+    requests = []
 
     class Report:
         step_time_s, peak_bytes, fits = 1.0, 500, False
 
         def __init__(self, plan):
-            asked.append(plan.axes)
+            requests.append(plan.axes)
             if plan.axes == fails.axes:
                 raise CompileError("the compiler gave up")
 
-    with pytest.raises(PlanError) as told:
+    with pytest.raises(PlanError) as caught:
         verified([fails, large], Report, 100, lambda _limit: [fails, large])
-    assert asked == [fails.axes, large.axes]
-    assert f"left out: {fails.chosen.layouts}: the compiler gave up. No other" in str(told.value)
+    assert requests == [fails.axes, large.axes]
+    assert f"left out: {fails.chosen.layouts}: the compiler gave up. No other" in str(caught.value)
     with pytest.raises(CompileError, match="gave up"):
         verified([fails], Report, 100, lambda _limit: pytest.fail("nothing else compiles either"))
 
@@ -234,28 +234,30 @@ def test_a_limit_that_is_asked_for_holds_for_dry_runs_too():
 
     best, other = verified([plan], Report, 100, lambda _limit: [small])
     assert (best.axes, other.axes) == (small.axes, plan.axes)
-    shown = replace(
+    visible = replace(
         best, limit_bytes=100, runners_up=(other.chosen,), data_parallel=None, classics=()
     )
-    (row,) = [line.split() for line in str(shown).splitlines() if line.startswith("  fits")]
+    (row,) = [line.split() for line in str(visible).splitlines() if line.startswith("  fits")]
     assert row[-2:] == ["yes", "no"]
 
 
 def test_fsdp_is_verified_too():
-    asked = []
+    options = []
 
     class Report:
         step_time_s, peak_bytes, fits = None, None, True
 
         def __init__(self, plan):
-            asked.append(plan.chosen)
+            options.append(plan.chosen)
 
     plan_step(mlp(64, 1024, 4096), "h100:8", verify=1, dry_run_of=Report)
-    alone = [each for each in asked if each.zero == 3 and each.axes == (("batch", 8),)]
-    assert [(each.rules, each.remat) for each in alone] == [((("batch", ("batch",)),), "none")]
-    asked.clear()
+    alone = [option for option in options if option.zero == 3 and option.axes == (("batch", 8),)]
+    assert [(option.rules, option.remat) for option in alone] == [
+        ((("batch", ("batch",)),), "none")
+    ]
+    options.clear()
     plan_step(mlp(64, 1024, 4096), "h100:8", zero=(0, 1), verify=1, dry_run_of=Report)
-    assert {each.zero for each in asked} <= {0, 1}
+    assert {option.zero for option in options} <= {0, 1}
 
 
 def test_a_plan_that_splits_targets_of_a_keras_model_is_verified():
@@ -272,7 +274,7 @@ def test_what_does_not_fit_by_its_dry_run_gives_way_to_what_holds_less():
     graph = mlp(1 << 18, 256, 1024)
     free = plan_step(graph, "h100:8", zero=(0, 3))
     limit = round(1.1 * free.chosen.peak_bytes)
-    asked = []
+    requests = []
 
     class Report:
         """A compiler that takes twice what the model says."""
@@ -280,16 +282,16 @@ def test_what_does_not_fit_by_its_dry_run_gives_way_to_what_holds_less():
         step_time_s = None
 
         def __init__(self, plan):
-            asked.append(plan.chosen.layouts)
+            requests.append(plan.chosen.layouts)
             self.peak_bytes = 2 * plan.chosen.peak_bytes
             self.fits = self.peak_bytes <= limit
 
     plan = plan_step(graph, "h100:8", zero=(0, 3), memory_limit=limit, verify=1, dry_run_of=Report)
     assert plan.chosen.dry_run_peak_bytes <= limit
     assert plan.limit_bytes == limit
-    assert len(asked) == len(set(asked)) > 1  # none is compiled twice
+    assert len(requests) == len(set(requests)) > 1  # none is compiled twice
     assert "did not fit by their dry runs; this one stays within" in str(plan)
-    worse = [each for each in plan.runners_up if each.dry_run_peak_bytes > limit]
+    worse = [option for option in plan.runners_up if option.dry_run_peak_bytes > limit]
     assert worse
     assert worse[0].time_s <= plan.chosen.time_s
 
@@ -313,7 +315,7 @@ def test_where_only_slow_ones_fit_faster_ones_that_hold_less_are_looked_for():
         return [between]
 
     ranked = verified([fast, slow], Report, 100, within)
-    assert [each.axes for each in ranked] == [between.axes, slow.axes, fast.axes]
+    assert [plan.axes for plan in ranked] == [between.axes, slow.axes, fast.axes]
     assert len(searches) == 1  # what was found fits
     assert "did not fit by their dry runs; this one stays within" in str(ranked[0])
     assert verified([slow, between], Report, 100, within)[0].axes == between.axes

@@ -29,11 +29,11 @@ def test_the_nearest_miss_and_what_would_make_it_fit():
     assert "no layout keeps within 38.1 MiB on h100:2. The nearest takes" in str(error)
     with pytest.raises(PlanError) as caught:
         plan_step(graph, "h100:2", memory_limit=40_000_000, zero=(0,), accumulate=(1,))
-    more = [each for each in caught.value.remedies if each.startswith("more devices, h100:")]
+    more = [remedy for remedy in caught.value.remedies if remedy.startswith("more devices, h100:")]
     assert len(more) == 1
     # The remedy is true: with those devices there is a plan, with half of them there is not.
-    found = more[0].partition(",")[2].partition(":")[2].partition(":")[0]
-    count = int(found)
+    result = more[0].partition(",")[2].partition(":")[2].partition(":")[0]
+    count = int(result)
     enough = {"memory_limit": 40_000_000, "zero": (0,), "accumulate": (1,)}
     assert plan_step(graph, f"h100:{count}", **enough).chosen.peak_bytes <= 40_000_000
     with pytest.raises(PlanError):
@@ -61,9 +61,9 @@ def test_each_remedy_is_found_where_it_helps(remedy, graph, axes, change):
     assert limit < least()
     with pytest.raises(PlanError) as caught:
         plan_step(graph, "h100:8", memory_limit=limit, axes=axes, **NOTHING)
-    assert any(each.startswith(remedy) for each in caught.value.remedies), caught.value
-    found = plan_step(graph, "h100:8", memory_limit=limit, **({"axes": axes} | NOTHING | change))
-    assert found.chosen.peak_bytes <= limit
+    assert any(line.startswith(remedy) for line in caught.value.remedies), caught.value
+    result = plan_step(graph, "h100:8", memory_limit=limit, **({"axes": axes} | NOTHING | change))
+    assert result.chosen.peak_bytes <= limit
 
 
 def test_a_smaller_batch_is_said_with_its_rows():
@@ -71,11 +71,11 @@ def test_a_smaller_batch_is_said_with_its_rows():
         plan_step(
             mlp(4096, 64, 128), "h100:8", memory_limit=2_000_000, axes={"batch": 1}, **NOTHING
         )
-    assert any(each.startswith("smaller batch, 512 rows") for each in caught.value.remedies)
-    found = plan_step(
+    assert any(remedy.startswith("smaller batch, 512 rows") for remedy in caught.value.remedies)
+    plan = plan_step(
         mlp(512, 64, 128), "h100:8", memory_limit=2_000_000, axes={"batch": 1}, **NOTHING
     )
-    assert found.chosen.peak_bytes <= 2_000_000
+    assert plan.chosen.peak_bytes <= 2_000_000
 
 
 def test_nothing_helps_where_one_array_is_too_large():
@@ -93,7 +93,7 @@ def test_a_mesh_too_large_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("wish", "said"),
+    ("wish", "message"),
     [
         ({"objective": "speed"}, "objective must be 'time', .* received 'speed'"),
         ({"memory_limit": 0}, "memory_limit must be 1 byte or more; received 0"),
@@ -105,8 +105,8 @@ def test_a_mesh_too_large_is_refused():
         ({"remat": ()}, "list one or more of"),
     ],
 )
-def test_wishes_that_cannot_be_are_refused(wish, said):
-    with pytest.raises(PlanError, match=said):
+def test_wishes_that_cannot_be_are_refused(wish, message):
+    with pytest.raises(PlanError, match=message):
         plan_step(mlp(), "h100:8", **wish)
 
 
@@ -116,17 +116,17 @@ def test_a_mesh_may_be_a_text():
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "error", "said"),
+    ("model", "batch", "error", "message"),
     [
         (5, ((8, 4), (8, 2)), mw.ModelError, "a compiled Keras model or a Program is planned"),
         (None, None, mw.BatchError, r"a batch of a Keras model is \(x, y\)"),
     ],
 )
-def test_what_is_no_model_and_no_batch(model, batch, error, said):
+def test_what_is_no_model_and_no_batch(model, batch, error, message):
     if model is None:
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
         model.compile("sgd", "mse")
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         mw.plan(model, batch, target="h100:8")
 
 

@@ -44,8 +44,8 @@ def test_a_plan_of_a_keras_model_trains_it():
     rows = 32 // plan.accumulate
     losses = strategy.fit(model, x, y, batch_size=rows, epochs=3, verbose=0).history["loss"]
     single = build()
-    wanted = single.fit(x, y, batch_size=32, epochs=3, verbose=0, shuffle=False).history["loss"]
-    np.testing.assert_allclose(losses, wanted, rtol=1e-4)
+    expected = single.fit(x, y, batch_size=32, epochs=3, verbose=0, shuffle=False).history["loss"]
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
     if plan.rules:
         split = [w.value.sharding.spec for w in model.weights if "kernel" in w.path]
         assert any("model" in str(spec) for spec in split)
@@ -69,8 +69,8 @@ def test_a_plan_is_for_the_model_built_again_whatever_keras_calls_its_layers(is_
         plan = mw.plan(build(), batch, target="cpu:8", hardware=CPU, axes=axes)
     plan = mw.Plan.from_json(plan.to_json())
     assert dict(plan.layouts).keys() > {"sequential#0/dense#1/kernel", "dense#0/kernel"}
-    wanted = [[*along] for path, along in plan.layouts if path.endswith("kernel")]
-    assert sum(bool(each) for along in wanted for each in along) >= 2
+    expected = [[*along] for path, along in plan.layouts if path.endswith("kernel")]
+    assert sum(bool(axes) for along in expected for axes in along) >= 2
     for _ in range(2):
         strategy = plan.strategy()
         if is_built_first:
@@ -99,8 +99,8 @@ def test_a_plan_for_another_model_is_an_error_of_a_few_lines():
     with mw.abstract():
         model = build("one", 30)
         plan = mw.plan(model, (rows, rows), target="cpu:8", hardware=CPU, axes={"batch": 8})
-    said = "none of 60 patterns matches a variable of model '.*'; they are for another model"
-    with pytest.raises(mw.PlacementError, match=said) as caught:
+    message = "none of 60 patterns matches a variable of model '.*'; they are for another model"
+    with pytest.raises(mw.PlacementError, match=message) as caught:
         plan.strategy().fit(build("other", 4), rows, rows, verbose=0)
     assert "'one_0…29/kernel'" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 4
@@ -136,7 +136,9 @@ def test_rules_of_a_plan_are_rules():
     strategy = mw.Sharded(plan.mesh, {"kernel": mw.dims("_ hidden")}, rules=plan.rules)
     assert strategy.placement.rules == rules
     one = mw.Placement.of(mw.Mesh({"batch": 1}))
-    infos = [each.info for each in abstract_step(program, rows, one).placed]
-    lies = {each.info.path: each.layout for each in byhand.place(infos)}
-    assert lies == {each.info.path: each.layout for each in plan.placement().place(infos)}
+    infos = [variable.info for variable in abstract_step(program, rows, one).placed]
+    lies = {variable.info.path: variable.layout for variable in byhand.place(infos)}
+    assert lies == {
+        variable.info.path: variable.layout for variable in plan.placement().place(infos)
+    }
     assert lies["up"] == layout

@@ -77,7 +77,7 @@ def job(user_module):
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def requests(monkeypatch):
     """What dry runs were asked for; none is made."""
     calls = []
 
@@ -115,8 +115,8 @@ def test_the_report_is_printed_without_any_device(job):
     assert out.endswith("0 1\n")
 
 
-def test_it_ends_with_1_only_if_the_step_does_not_fit(job, asked):
-    _, available = asked
+def test_it_ends_with_1_only_if_the_step_does_not_fit(job, requests):
+    _, available = requests
     small = run("planned_job:build", "--target", "cpu:8", *MESH)
     assert small.exit_code == 1
     assert "does not fit, by 1 KiB" in small.stdout
@@ -125,8 +125,8 @@ def test_it_ends_with_1_only_if_the_step_does_not_fit(job, asked):
         assert run("planned_job:build", "--target", "cpu:8", *MESH).exit_code == 0
 
 
-def test_options_reach_the_strategy(job, asked):
-    calls, _ = asked
+def test_options_reach_the_strategy(job, requests):
+    calls, _ = requests
     layouts = ["--layout", "dense/kernel:model,unsharded;dense/bias:unsharded"]
     how = ["--zero", 2, "--batch-size", 64, "--option", "accumulate=2", "--timeout", 5]
     run("planned_job.py:build", "--target", "v5e:2x4", *MESH, *layouts, *how)
@@ -142,8 +142,8 @@ def test_options_reach_the_strategy(job, asked):
     assert (str(target), timeout_s) == ("v5e:2x4", 5.0)
 
 
-def test_without_a_mesh_all_devices_share_the_batch(job, asked):
-    calls, _ = asked
+def test_without_a_mesh_all_devices_share_the_batch(job, requests):
+    calls, _ = requests
     run("planned_job:program", "--target", "v4:2x2x1")
     [(_, _, strategy, _, _)] = calls
     assert strategy.mesh.axes == (("batch", 8),)
@@ -210,17 +210,17 @@ def test_a_mesh_that_does_not_match_is_said_before_anything_is_built(job):
 
 
 def test_the_planner_names_the_line_that_cannot_be_traced(job):
-    done = CliRunner().invoke(main, ["plan", "planned_job:undecided", "--target", "h100:8"])
-    assert done.exit_code == 2
+    result = CliRunner().invoke(main, ["plan", "planned_job:undecided", "--target", "h100:8"])
+    assert result.exit_code == 2
     line = 1 + JOB.split("\n").index('        if jnp.sum(batch["x"]) > 0:  # the value of a batch')
-    assert f"the step of 'program' cannot be traced (planned_job.py:{line}, in" in done.stderr
+    assert f"the step of 'program' cannot be traced (planned_job.py:{line}, in" in result.stderr
 
 
 def test_what_compiles_for_tpus_is_asked_for_by_one_command(job, monkeypatch):
-    found = importlib.util.find_spec
+    actual = importlib.util.find_spec
 
     def without(name, *more):
-        return None if name == "libtpu" else found(name, *more)
+        return None if name == "libtpu" else actual(name, *more)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
     result = run("planned_job:build", "--target", "v5e:2x4", *MESH)
@@ -228,14 +228,14 @@ def test_what_compiles_for_tpus_is_asked_for_by_one_command(job, monkeypatch):
     assert "pip install 'meshwright[tpu]' adds it" in result.stderr
 
 
-def test_a_plan_is_kept_and_what_gets_worse_fails(job, asked):
-    _, available = asked
+def test_a_plan_is_kept_and_what_gets_worse_fails(job, requests):
+    _, available = requests
     available[0] = 4096
     to = ["planned_job:build", "--target", "cpu:8", *MESH]
     assert run(*to, "--save", "plan.json").exit_code == 0
-    kept = run(*to, "--check", "plan.json")
-    assert kept.exit_code == 0
-    assert "nothing got worse (written for cpu:8, net)" in kept.stdout
+    checks = run(*to, "--check", "plan.json")
+    assert checks.exit_code == 0
+    assert "nothing got worse (written for cpu:8, net)" in checks.stdout
     text = (job / "plan.json").read_text()
     (job / "plan.json").write_text(text.replace('"peak_bytes": 2048', '"peak_bytes": 2000'))
     grown = run(*to, "--check", "plan.json")
@@ -248,7 +248,7 @@ def test_a_plan_is_kept_and_what_gets_worse_fails(job, asked):
     assert "for the target cpu:8, and this dry run for v5e:2x4" in other.stderr
 
 
-def test_a_report_of_what_does_not_fit_is_no_error(job, asked, monkeypatch):
+def test_a_report_of_what_does_not_fit_is_no_error(job, requests, monkeypatch):
     def refuse(*_, strategy, target, **__):
         memory = dry_runs.Memory(6, 12, 1, 1, 6)
         report = dry_runs.DryRun("net", target, strategy.mesh.axes, memory)
@@ -266,13 +266,13 @@ def test_a_report_of_what_does_not_fit_is_no_error(job, asked, monkeypatch):
 
 def test_the_planner_is_asked_and_its_plan_is_kept(job, tmp_path):
     path = tmp_path / "plan.json"
-    done = CliRunner().invoke(
+    result = CliRunner().invoke(
         main, ["plan", "planned_job:build", "--target", "h100:8", "--save", str(path)]
     )
-    assert done.exit_code == 0, done.output
-    kept = mw.Plan.load(path)
-    assert str(kept) in done.output
-    assert kept.num_inputs == 1
+    assert result.exit_code == 0, result.output
+    loaded = mw.Plan.load(path)
+    assert str(loaded) in result.output
+    assert loaded.num_inputs == 1
 
 
 @pytest.mark.full_for("arguments0-no layout keeps within 1000 B on h100:8")
@@ -289,23 +289,25 @@ def test_the_planner_is_asked_and_its_plan_is_kept(job, tmp_path):
     ],
 )
 def test_what_the_planner_cannot_do_is_one_sentence(job, arguments, says):
-    done = CliRunner().invoke(main, ["plan", "planned_job:build", "--target", "h100:8", *arguments])
-    assert done.exit_code == 2
-    assert says in " ".join(done.output.split())
+    result = CliRunner().invoke(
+        main, ["plan", "planned_job:build", "--target", "h100:8", *arguments]
+    )
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
 
 
 def test_a_file_of_one_kind_is_refused_where_the_other_is_expected(job):
     to = ["planned_job:build", "--target", "h100:8"]
     saved = CliRunner().invoke(main, ["plan", *to, "--save", "new/plan.json"])
     assert saved.exit_code == 0, saved.output
-    done = run(*to, "--check", "new/plan.json")
-    assert done.exit_code == 2
-    words = " ".join(done.stderr.split())
+    result = run(*to, "--check", "new/plan.json")
+    assert result.exit_code == 2
+    words = " ".join(result.stderr.split())
     assert "'--check': 'new/plan.json': not a readable dry-run lock: expected a dry-run" in words
     assert "received a plan (written by `meshwright plan --save` or Plan.save)" in words
 
 
-def test_the_axis_of_the_batch_is_named_with_the_option_that_sets_it(job, asked):
+def test_the_axis_of_the_batch_is_named_with_the_option_that_sets_it(job, requests):
     wrong = run("planned_job:program", "--target", "cpu:8", "--mesh", "data=4,model=2")
     assert wrong.exit_code == 2
     assert "batch='batch' (the default) names axis 'batch'" in wrong.stderr

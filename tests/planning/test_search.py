@@ -39,8 +39,8 @@ ROUND = Hardware(
 H100 = Target.of("h100:8")
 
 
-def bytes_of(found, collective):
-    return sum(term.bytes_per_device for term in found.terms if term.collective == collective)
+def bytes_of(result, collective):
+    return sum(term.bytes_per_device for term in result.terms if term.collective == collective)
 
 
 # The cost model
@@ -60,15 +60,15 @@ def bytes_of(found, collective):
     ],
 )
 def test_two_layers_talk_as_the_paper_says(axes, rules, elements):
-    found = cost(mlp(adam=False), tuple(axes.items()), rules, target=H100)
-    assert bytes_of(found, "all-reduce") == 4 * elements
-    assert bytes_of(found, "all-gather") == 0
+    result = cost(mlp(adam=False), tuple(axes.items()), rules, target=H100)
+    assert bytes_of(result, "all-reduce") == 4 * elements
+    assert bytes_of(result, "all-gather") == 0
 
 
 def test_an_all_reduce_takes_what_the_ring_says():
-    found = cost(mlp(adam=False), (("all", 8),), {"batch": ["all"]}, target=H100, hardware=ROUND)
-    each = 2 * 7 / 8 * (4 * 16 * 32) / 1e8 + 14 * 1e-6
-    assert found.communication_s == pytest.approx(2 * each)
+    result = cost(mlp(adam=False), (("all", 8),), {"batch": ["all"]}, target=H100, hardware=ROUND)
+    sum_s = 2 * 7 / 8 * (4 * 16 * 32) / 1e8 + 14 * 1e-6
+    assert result.communication_s == pytest.approx(2 * sum_s)
 
 
 def test_work_that_no_axis_shares_takes_its_whole_time():
@@ -81,16 +81,16 @@ def test_work_that_no_axis_shares_takes_its_whole_time():
         ({"batch": ["rows"], "hidden": ["cols"]}, 8),
         ({"batch": ["rows", "cols"]}, 8),
     ]:
-        found = cost(graph, axes, rules, target=H100, hardware=hardware)
-        dots = sum(term.compute_s for term in found.terms if term.kind == "dot_general")
+        result = cost(graph, axes, rules, target=H100, hardware=hardware)
+        dots = sum(term.compute_s for term in result.terms if term.kind == "dot_general")
         assert dots == pytest.approx(flops / shared / 1e12)
 
 
 def test_memory_traffic_bounds_what_has_little_arithmetic():
     graph, axes = mlp(64, 16, 32, adam=False), (("rows", 4),)
     hardware = replace(ROUND, peak_flops_per_s=(("float32", 1e18),))
-    found = cost(graph, axes, {"batch": ["rows"]}, target=H100, hardware=hardware)
-    first = next(term for term in found.terms if term.kind == "dot_general")
+    result = cost(graph, axes, {"batch": ["rows"]}, target=H100, hardware=hardware)
+    first = next(term for term in result.terms if term.kind == "dot_general")
     moved = 4 * (64 / 4 * 16 + 16 * 32 + 64 / 4 * 32)  # bytes of x, w and h in one device
     assert first.compute_s == pytest.approx(moved / 1e9)
 
@@ -135,12 +135,12 @@ def test_kinds_of_arrays_are_told_apart():
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_zero_shares_state_out(zero):
     graph = mlp(64, 256, 512)
-    found = cost(graph, (("a", 8),), {"batch": ["a"]}, Choices(zero), target=H100)
+    result = cost(graph, (("a", 8),), {"batch": ["a"]}, Choices(zero), target=H100)
     weights = 2 * 4 * 256 * 512
-    assert bytes_of(found, "reduce-scatter" if zero else "all-reduce") == weights
-    assert bytes_of(found, "all-gather") == {0: 0, 1: 1, 2: 1, 3: 2}[zero] * weights
+    assert bytes_of(result, "reduce-scatter" if zero else "all-reduce") == weights
+    assert bytes_of(result, "all-gather") == {0: 0, 1: 1, 2: 1, 3: 2}[zero] * weights
     without = cost(graph, (("a", 8),), {"batch": ["a"]}, target=H100)
-    assert (found.peak_bytes < without.peak_bytes) == (zero > 0)
+    assert (result.peak_bytes < without.peak_bytes) == (zero > 0)
 
 
 def test_pieces_are_shared_out_as_the_step_does():
@@ -159,9 +159,9 @@ def test_pieces_are_shared_out_as_the_step_does():
         lay = Lay(problem, setting, Choices(1), arrays, 1)
         layout = mw.Layout([names[io] or None, names[hidden] or None], mesh)
         piece = next(p for p in problem.pieces if p.kind == "parameter" and p.shape[0] == 96)
-        told = share_out(layout, (96, 6000), names[batch])
+        shares = share_out(layout, (96, 6000), names[batch])
         replicas = mesh.size and setting.size_of[batch]
-        assert int(replicas_sharing(lay, piece)[0]) == (1 if told is None else replicas)
+        assert int(replicas_sharing(lay, piece)[0]) == (1 if shares is None else replicas)
 
 
 def test_micro_batches_keep_less_and_recomputing_too():
@@ -205,8 +205,8 @@ def test_what_cannot_be_is_refused():
 def test_meshes_of_any_number_of_devices():
     def sizes(text, **more):
         target = Target.of(text)
-        found = meshes(target, hardware_of(target), **more)
-        return [tuple(size for _, size in axes) for axes in found]
+        result = meshes(target, hardware_of(target), **more)
+        return [tuple(size for _, size in axes) for axes in result]
 
     assert sizes("h100:8", fewer=False) == [(8,), (4, 2), (2, 2, 2)]
     assert sizes("h100:6") == [(6,), (3, 2), (5,), (4,), (2, 2), (3,), (2,), ()]
@@ -222,7 +222,7 @@ def test_links_are_those_of_the_estimate():
     axes = (("a", 4), ("b", 2))
     target = Target.of("h200:2x8")
     setting = setting_of(axes, target, hardware_of(target))
-    slow, fast = (each.bytes_per_s for each in links_of(target, hardware_of(target), axes))
+    slow, fast = (link.bytes_per_s for link in links_of(target, hardware_of(target), axes))
     assert slow
     assert fast
     assert setting.rate_s_per_byte["all-gather"][1] == pytest.approx(3 / 4 / slow)
@@ -249,13 +249,13 @@ def enumerated(graph, target, hardware, space, limit_bytes, objective, mesh_size
         for along in itertools.product(subsets, repeat=len(families)):
             rules = {f: subset for f, subset in zip(families, along, strict=True) if subset}
             try:
-                found = cost(
+                result = cost(
                     graph, axes, rules, Choices(*choices), target=target, hardware=hardware
                 )
             except LayoutError:
                 continue
-            if limit_bytes is None or found.peak_bytes <= limit_bytes:
-                best = min(best, found.time_s if objective == "time" else found.peak_bytes)
+            if limit_bytes is None or result.peak_bytes <= limit_bytes:
+                best = min(best, result.time_s if objective == "time" else result.peak_bytes)
     return best
 
 
@@ -295,9 +295,9 @@ def compare(seed, objective):
 
     def best(objective, limit):
         values = []
-        for each in sizes:
-            axes = tuple(zip("abc", each, strict=False))
-            found = search(
+        for size in sizes:
+            axes = tuple(zip("abc", size, strict=False))
+            result = search(
                 graph,
                 H100,
                 ROUND,
@@ -306,36 +306,36 @@ def compare(seed, objective):
                 space=replace(space, axes=axes),
                 limit_s=60,
             )
-            assert found.is_proven
-            costs = [candidate.cost for candidate in found.candidates[:1]]
+            assert result.is_proven
+            costs = [candidate.cost for candidate in result.candidates[:1]]
             assert all(limit is None or cost.peak_bytes <= limit for cost in costs)
             values += [c.time_s if objective == "time" else c.peak_bytes for c in costs]
         return min(values)
 
     # A limit that not every layout keeps, and some do.
     limit = None if objective == "memory" else int(best("memory", None) * 1.2)
-    wanted = enumerated(graph, H100, ROUND, space, limit, objective, sizes)
-    return wanted, best(objective, limit)
+    expected = enumerated(graph, H100, ROUND, space, limit, objective, sizes)
+    return expected, best(objective, limit)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_nothing_is_faster_by_enumeration(seed):
-    wanted, found = compare(seed, "time")
-    assert wanted * (1 - 1e-9) <= found <= 1.02 * wanted
+    expected, actual = compare(seed, "time")
+    assert expected * (1 - 1e-9) <= actual <= 1.02 * expected
 
 
 @pytest.mark.parametrize("seed", [2, 3, 6, 7, 9])
 def test_nothing_is_smaller_by_enumeration(seed):
-    wanted, found = compare(seed, "memory")
-    assert wanted <= found <= 1.02 * wanted
+    expected, actual = compare(seed, "memory")
+    assert expected <= actual <= 1.02 * expected
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(20, 60))
 @pytest.mark.parametrize("objective", ["time", "memory"])
 def test_nothing_is_better_by_enumeration_of_many(seed, objective):
-    wanted, found = compare(seed, objective)
-    assert wanted * (1 - 1e-9) <= found <= 1.02 * wanted
+    expected, actual = compare(seed, objective)
+    assert expected * (1 - 1e-9) <= actual <= 1.02 * expected
 
 
 def test_meshes_and_axes_are_chosen_together():
@@ -343,14 +343,14 @@ def test_meshes_and_axes_are_chosen_together():
     graph, hardware = mlp(48, 64, 96), ROUND
     sizes = {()}
     for count in range(1, 4):
-        for each in itertools.product(range(2, 9), repeat=count):
-            if math.prod(each) <= 8:
-                sizes.add(each)
+        for shape in itertools.product(range(2, 9), repeat=count):
+            if math.prod(shape) <= 8:
+                sizes.add(shape)
     space = Space(zero=(0, 1), accumulate=(1,), remat=("none",))
-    wanted = enumerated(graph, H100, hardware, space, None, "time", sorted(sizes))
-    found = search(graph, H100, hardware, space=space)
-    assert found.candidates[0].cost.time_s <= 1.02 * wanted
-    assert found.candidates[0].cost.time_s >= wanted * (1 - 1e-9)
+    expected = enumerated(graph, H100, hardware, space, None, "time", sorted(sizes))
+    result = search(graph, H100, hardware, space=space)
+    assert result.candidates[0].cost.time_s <= 1.02 * expected
+    assert result.candidates[0].cost.time_s >= expected * (1 - 1e-9)
 
 
 def test_answers_are_the_same_each_time():
@@ -364,9 +364,9 @@ def test_what_holds_most_is_an_alternative_where_it_is_faster():
     """Of the least bytes first: remat that holds less does not hide what takes less time."""
     graph = transformer(32, 512, 1024, 8, 128, 4096, blocks=2)
     space = Space(axes=(("batch", 4),), zero=(0,), accumulate=(1,))
-    found = search(graph, H100, hardware_of(H100), objective="memory", space=space, keep=3)
-    costs = [each.cost for each in found.candidates]
-    ways = [each.layouts.choices.remat for each in found.candidates]
+    result = search(graph, H100, hardware_of(H100), objective="memory", space=space, keep=3)
+    costs = [candidate.cost for candidate in result.candidates]
+    ways = [candidate.layouts.choices.remat for candidate in result.candidates]
     assert ways == ["block", "selective", "none"]
     assert costs == sorted(costs, key=lambda cost: cost.peak_bytes)
     assert costs == sorted(costs, key=lambda cost: cost.time_s, reverse=True)
@@ -374,7 +374,7 @@ def test_what_holds_most_is_an_alternative_where_it_is_faster():
 
 def test_times_do_not_depend_on_the_process():
     """As sums of floats would, in the order of a set of texts."""
-    told = {
+    answers = {
         subprocess.run(
             [sys.executable, "-c", _TIMES],
             cwd=Path(__file__).parent,
@@ -385,8 +385,8 @@ def test_times_do_not_depend_on_the_process():
         ).stdout
         for seed in (0, 1, 5)
     }
-    assert len(told) == 1
-    assert all(told)
+    assert len(answers) == 1
+    assert all(answers)
 
 
 _TIMES = """
@@ -409,8 +409,8 @@ print([each.time_s(1, how).tobytes().hex() for each in corners for how in EVERY_
 
 def test_one_device_where_talking_costs_more():
     target = Target.of("v5e:2x4")
-    found = search(mlp(), target, hardware_of(target))
-    assert found.candidates[0].layouts.rules == ()
+    result = search(mlp(), target, hardware_of(target))
+    assert result.candidates[0].layouts.rules == ()
 
 
 def test_the_search_is_quick_for_gpt2():
@@ -419,9 +419,9 @@ def test_the_search_is_quick_for_gpt2():
         batch=32, length=1024, d_model=1600, heads=25, d_head=64, d_ff=6400, vocab=50304, blocks=48
     )
     begun = time.process_time()
-    found = search(graph, H100, hardware_of(H100), limit_bytes=80_000_000_000)
-    assert found.is_proven
-    assert found.candidates
+    result = search(graph, H100, hardware_of(H100), limit_bytes=80_000_000_000)
+    assert result.is_proven
+    assert result.candidates
     assert time.process_time() - begun < 10
 
 
@@ -441,22 +441,22 @@ def product_of_two(a=10, b=5, c=20, times=1):
 
 def least_memory(graph, axes=None, max_axes=3):
     space = Space(axes, max_axes, False, (0,), (1,), ("none",))
-    found = search(graph, H100, hardware_of(H100), objective="memory", space=space)
-    return found.candidates[0].layouts
+    result = search(graph, H100, hardware_of(H100), objective="memory", space=space)
+    return result.candidates[0].layouts
 
 
 @pytest.mark.parametrize("times", [1, 100])
 def test_mesh_tensorflows_layout(times):
     graph = product_of_two(times=times).graph()
-    found = least_memory(graph, (("m1", 4), ("m2", 2)))
-    assert dict(found.rules) == {"a": ("m2",), "c": ("m1",)}  # its test: "a:m2;c:m1"
+    result = least_memory(graph, (("m1", 4), ("m2", 2)))
+    assert dict(result.rules) == {"a": ("m2",), "c": ("m1",)}  # its test: "a:m2;c:m1"
     assert len(compact(graph).works) == 1  # as little for a hundred as for one
 
 
 def test_mesh_tensorflows_layout_and_mesh():
-    found = least_memory(product_of_two().graph(), max_axes=2)
-    sizes = dict(found.axes)
-    assert {family: sizes[axis] for family, (axis,) in found.rules} == {"a": 2, "c": 4}
+    result = least_memory(product_of_two().graph(), max_axes=2)
+    sizes = dict(result.axes)
+    assert {family: sizes[axis] for family, (axis,) in result.rules} == {"a": 2, "c": 4}
 
 
 def test_mesh_tensorflows_dims_that_cannot_be_split():
@@ -472,9 +472,9 @@ def test_without_its_defects():
     graph = product_of_two(a=12, b=5, c=21).graph()
     target = Target.of("h100:6")
     space = Space(None, 2, True, (0,), (1,), ("none",))
-    found = search(graph, target, hardware_of(target), objective="memory", space=space)
-    assert found.is_proven
-    layouts = found.candidates[0].layouts
+    result = search(graph, target, hardware_of(target), objective="memory", space=space)
+    assert result.is_proven
+    layouts = result.candidates[0].layouts
     sizes = dict(layouts.axes)
     assert {family: sizes[axis] for family, (axis,) in layouts.rules} == {"a": 2, "c": 3}
     with pytest.raises(DivisibilityError):

@@ -45,10 +45,10 @@ def test_a_step_is_worth_its_rows_and_tokens(report):
     assert report.samples_per_s == ROWS / report.step_time_s
     assert report.tokens_per_s == ROWS * LENGTH / report.step_time_s
     assert f"{ROWS * LENGTH} in a step" in str(report)
-    found = report.price(1.8)
-    assert found.per_step == pytest.approx(8 * 1.8 / 3600 * report.step_time_s)
-    assert found.per_million_tokens == pytest.approx(1e6 / ROWS / LENGTH * found.per_step)
-    assert found.per_million_samples == pytest.approx(LENGTH * found.per_million_tokens)
+    result = report.price(1.8)
+    assert result.per_step == pytest.approx(8 * 1.8 / 3600 * report.step_time_s)
+    assert result.per_million_tokens == pytest.approx(1e6 / ROWS / LENGTH * result.per_step)
+    assert result.per_million_samples == pytest.approx(LENGTH * result.per_million_tokens)
 
 
 def test_without_a_time_there_is_no_price_and_no_trace(report, tmp_path):
@@ -69,12 +69,12 @@ def test_a_trace_has_the_spans_of_the_time_line(report, tmp_path):
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"compute", "collectives over batch"} <= {*names.values()}
     moments = moments_of(report)
-    spans = [each for each in events if each["ph"] == "X"]
+    spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == len(moments.spans)
-    assert any(each["name"] == "up" for each in spans)
+    assert any(span["name"] == "up" for span in spans)
     lanes = defaultdict(list)
-    for each in spans:
-        lanes[each["tid"]].append(each)
+    for span in spans:
+        lanes[span["tid"]].append(span)
     for lane in lanes.values():  # one after the other
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in itertools.pairwise(lane))
     assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(
@@ -105,7 +105,7 @@ def test_two_reports_are_shown_side_by_side(report, tmp_path):
     assert lines[:2] == ["net on cpu:8 (batch=8)", "net on cpu:8 (batch=4, model=2)"]
     assert lines[3].split() == ["batch=8", "batch=4,", "model=2", "ratio"]
     pair.save(tmp_path / "pair.html")
-    shown = (tmp_path / "pair.html").read_text()
-    assert all(cell in shown for row in pair.rows for cell in row_cells(row))
+    visible = (tmp_path / "pair.html").read_text()
+    assert all(cell in visible for row in pair.rows for cell in row_cells(row))
     with pytest.raises(mw.DataError, match="or beside another dry run; received something of type"):
         report.beside(3)

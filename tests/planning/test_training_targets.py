@@ -144,16 +144,16 @@ def test_many_rows_are_taken_in_turn() -> None:
 def test_micro_batches_share_one_sum_over_the_devices() -> None:
     """Also in a loop: what travels is as much as for one batch."""
     once, four = compiled(), in_a_loop()
-    sums = [each.elements * each.count for each in four.of_kind("all-reduce")]
+    sums = [collective.elements * collective.count for collective in four.of_kind("all-reduce")]
     assert DEPTH * WIDTH * WIDTH <= sum(sums) <= DEPTH * WIDTH * WIDTH + 64
     assert sum(sums) <= sum(e.elements * e.count for e in once.of_kind("all-reduce")) + 64
 
 
 @pytest.mark.parametrize("remat", ["block", "dots_saveable"])
 def test_recompute_needs_fewer_temporary_bytes(remat: str) -> None:
-    kept = compiled(block_net, rows=8192)
+    step = compiled(block_net, rows=8192)
     again = compiled(block_net, rows=8192, remat=remat)
-    assert again.temporary_bytes < 0.85 * kept.temporary_bytes
+    assert again.temporary_bytes < 0.85 * step.temporary_bytes
 
 
 def test_a_block_that_is_computed_again_adds_its_input_and_not_what_is_inside() -> None:
@@ -162,12 +162,12 @@ def test_a_block_that_is_computed_again_adds_its_input_and_not_what_is_inside() 
         compiled(functools.partial(block_net, depth), rows=rows, remat="block").peak_bytes
         for depth in (2, 5)
     )
-    each = (many - few) / 3
+    per_block = (many - few) / 3
     block_input = rows * NARROW * 4 // 8
     gradient = 4 * (2 * NARROW * 4 * NARROW + (4 * NARROW) ** 2)  # of a block, beside its weights
     inside = rows * 4 * NARROW * 4 // 8  # one of its arrays
-    assert each < 1.2 * (block_input + 2 * gradient)
-    assert each < inside
+    assert per_block < 1.2 * (block_input + 2 * gradient)
+    assert per_block < inside
 
 
 def types_of(step: Compiled, kind: str, elements: int) -> set[str]:

@@ -24,7 +24,7 @@ HERE = {"cpu": "cpu:8", "tpu": "v5e:2x4", "cuda": "h100:8"}
 def peaks() -> list[tuple[str, float]]:
     """The platform of every recorded layout, and its compiled peak over the estimate."""
     planned = json.loads((RESULTS / "planned_peaks.json").read_text()).values()
-    result = [(each["target"], 1 / each["planner"]) for each in planned if each.get("planner")]
+    result = [(row["target"], 1 / row["planner"]) for row in planned if row.get("planner")]
     for model in json.loads((RESULTS / "plans.json").read_text()).values():
         ways = [*model["hand"].values(), *model["plan"]["options"]]
         ways += [way["selective"] for way in ways if "selective" in way]

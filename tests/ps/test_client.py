@@ -44,20 +44,20 @@ def test_rows_and_wholes_agree_with_numpy(num_servers, num_shards, rows, data):
         ],
         then_read=[spec],
     )
-    wanted = value + 2
-    np.add.at(wanted, picked, change)
-    np.testing.assert_array_equal(servers.read([spec])[0], wanted)
-    np.testing.assert_array_equal(answer.values[0], wanted)
-    np.testing.assert_array_equal(servers.lookup(spec, picked), wanted[picked])
+    expected = value + 2
+    np.add.at(expected, picked, change)
+    np.testing.assert_array_equal(servers.read([spec])[0], expected)
+    np.testing.assert_array_equal(answer.values[0], expected)
+    np.testing.assert_array_equal(servers.lookup(spec, picked), expected[picked])
 
 
 def test_only_touched_servers_get_a_message():
     servers = made_servers(3)
     spec = table(servers, np.zeros((9, 1), "float32"), 3)
     answer = servers.push([Update(spec, "rows_add", (np.array([1]), np.ones((1, 1), "float32")))])
-    assert [said.server for said in answer.servers] == [0]
+    assert [server.server for server in answer.servers] == [0]
     everywhere = servers.push([], Stamp(5, round=0, of=1), everywhere=True)
-    assert [said.server for said in everywhere.servers] == [0, 1, 2]
+    assert [server.server for server in everywhere.servers] == [0, 1, 2]
 
 
 def test_a_step_is_applied_once_on_each_server():
@@ -67,7 +67,7 @@ def test_a_step_is_applied_once_on_each_server():
     half = Update(spec, "rows_add", (np.array([0]), np.ones(1, "float32")))
     servers.push([half], Stamp(7, 1, "a"))  # the first attempt reached one server, and no more
     again = servers.push([update], Stamp(7, 2, "b"))
-    assert [said.applied for said in again.servers] == [False, True]
+    assert [server.applied for server in again.servers] == [False, True]
     np.testing.assert_array_equal(servers.read([spec])[0], [1, 0, 1, 1])
 
 
@@ -101,20 +101,21 @@ def test_reading_a_key_makes_no_row():
     spec = placed("h", (0, 3), "float32", num_shards=2, loads_bytes=[0, 0], is_hash=True)
     servers.create(spec, {"kind": "normal", "params": {}, "seed": 3})
     keys = np.array([10**12, 3, 8])
-    seen = servers.lookup(spec, keys)
-    assert seen.std() > 0
+    actual = servers.lookup(spec, keys)
+    assert actual.std() > 0
     assert servers.read([spec])[0].shape == (0, 3)
-    np.testing.assert_array_equal(servers.lookup(spec, keys, make=True), seen)
+    np.testing.assert_array_equal(servers.lookup(spec, keys, make=True), actual)
     assert servers.read([spec])[0].shape == (3, 3)
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"), [([9], "row 9"), ([-1], "row -1"), ([0.5], "whole numbers"), ([[1]], "dim")]
+    ("rows", "message"),
+    [([9], "row 9"), ([-1], "row -1"), ([0.5], "whole numbers"), ([[1]], "dim")],
 )
-def test_wrong_rows_are_named(rows, told):
+def test_wrong_rows_are_named(rows, message):
     servers = made_servers(2)
     spec = table(servers, np.zeros((9, 1), "float32"), 2)
-    with pytest.raises(ArrayError, match=told):
+    with pytest.raises(ArrayError, match=message):
         servers.lookup(spec, np.array(rows))
 
 
@@ -136,9 +137,11 @@ def test_a_push_that_one_server_refuses_tells_who_has_applied_it():
     update = Update(spec, "rows_add", (many, np.ones((4000, 3), "float32")))
     with pytest.raises(TaskError, match=r"takes .* more on ps:1") as caught:
         servers.push([update], Stamp(7))
-    told = "This push of step 7 was applied on ps:0, and not on ps:1: made again, it counts twice"
-    assert told in caught.value.__notes__[-1]
-    assert told in failure(caught.value).head["notes"][-1]  # as the coordinator shows it
+    message = (
+        "This push of step 7 was applied on ps:0, and not on ps:1: made again, it counts twice"
+    )
+    assert message in caught.value.__notes__[-1]
+    assert message in failure(caught.value).head["notes"][-1]  # as the coordinator shows it
     refused = placed("none", (2,), "float32", num_shards=1, loads_bytes=[0, 9])
     with pytest.raises(TaskError) as caught:
         servers.push([Update(refused, "add", (np.ones(2, "float32"),))])

@@ -21,7 +21,7 @@ _M = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("partitioner", "shape", "wanted"),
+    ("partitioner", "shape", "expected"),
     [
         (FixedShardsPartitioner(2), (10, 3), [2, 1]),
         (FixedShardsPartitioner(4), (3,), [3]),
@@ -39,8 +39,8 @@ _M = 1 << 20
         (MaxSizePartitioner(_M), (1_000_000, 32), [123, 1]),
     ],
 )
-def test_tensorflow_numbers(partitioner, shape, wanted):
-    assert partitioner(shape, np.dtype("float32")) == wanted
+def test_tensorflow_numbers(partitioner, shape, expected):
+    assert partitioner(shape, np.dtype("float32")) == expected
 
 
 @pytest.mark.parametrize(

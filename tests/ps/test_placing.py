@@ -23,8 +23,8 @@ def test_by_bytes_is_within_one_shard_of_even(sizes, servers):
 
 @given(SIZES, st.integers(1, 6), st.integers(0, 100))
 def test_round_robin_goes_on_where_it_was(sizes, servers, before):
-    found = round_robin(sizes, [0] * servers, before)
-    assert found == [(before + index) % servers for index in range(len(sizes))]
+    places = round_robin(sizes, [0] * servers, before)
+    assert places == [(before + index) % servers for index in range(len(sizes))]
 
 
 def test_one_large_table_leaves_the_small_ones_to_the_others():
@@ -54,7 +54,7 @@ def test_consistency_is_a_value(choice, value):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda: consistency_of("later"), "received 'later'"),
         (lambda: Stale(-1), "Stale needs .* received -1"),
@@ -64,6 +64,6 @@ def test_consistency_is_a_value(choice, value):
         (lambda: Stale(1, adaptive=True), "give compensation= too"),
     ],
 )
-def test_wrong_consistency_is_refused(make, told):
-    with pytest.raises(ClusterError, match=told):
+def test_wrong_consistency_is_refused(make, message):
+    with pytest.raises(ClusterError, match=message):
         make()

@@ -171,11 +171,11 @@ def test_fit_with_verbose_0_is_silent_and_with_2_keras_own(
 def test_the_line_lets_several_steps_be_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.frontends.keras import fitting
 
-    told: list[int] = []
-    monkeypatch.setattr(fitting.Progress, "after", lambda self, done, logs: told.append(done))
+    steps: list[int] = []
+    monkeypatch.setattr(fitting.Progress, "after", lambda self, done, logs: steps.append(done))
     strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
     with strategy.scope():
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
         model.compile("sgd", "mse")
     strategy.fit(model, np.ones([128, 4]), np.ones([128, 2]), batch_size=16)
-    assert told == [4, 8]
+    assert steps == [4, 8]

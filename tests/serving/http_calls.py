@@ -88,7 +88,7 @@ class Call:
         await app(scope, receive, send)
         start, *rest = sent
         headers = {k.decode().lower(): v.decode() for k, v in start["headers"]}
-        return Answered(start["status"], headers, b"".join(each["body"] for each in rest))
+        return Answered(start["status"], headers, b"".join(event["body"] for event in rest))
 
 
 def call(app: Any, method: str, path: str, body: Any = b"", **headers: str) -> Answered:

@@ -48,8 +48,8 @@ def answers_of(server: mw.Server, run: Path) -> dict[str, Any]:
     (run / "later").rename(run / "step_3")
     assert server.model("small").reload()
     answers.append(server.answer({"input": ROWS}))
-    outputs = {str(n): each.outputs["last"] for n, each in enumerate(answers)}
-    return {"versions": [each.version for each in answers], **outputs}
+    outputs = {str(n): answer.outputs["last"] for n, answer in enumerate(answers)}
+    return {"versions": [answer.version for answer in answers], **outputs}
 
 
 def main(folder: Path, by_stages: bool) -> None:

@@ -208,7 +208,7 @@ def test_a_full_queue_late_and_cancelled_requests(gate: Gate) -> None:
             await asyncio.to_thread(gate.entered.wait, 20)
             late = asyncio.ensure_future(model.predict({"input": rows(1)}, timeout_s=0.05))
             gone = asyncio.ensure_future(model.predict({"input": rows(1)}))
-            kept = asyncio.ensure_future(model.predict({"input": rows(1)}))
+            answer = asyncio.ensure_future(model.predict({"input": rows(1)}))
             await asyncio.sleep(0.01)
             with pytest.raises(mw.OverloadedError, match=r"3 row\(s\) wait and 1 more") as full:
                 await model.predict({"input": rows(1)})
@@ -220,7 +220,7 @@ def test_a_full_queue_late_and_cancelled_requests(gate: Gate) -> None:
             again = asyncio.ensure_future(model.predict({"input": rows(1)}))
             await asyncio.sleep(0.01)
             gate.opened.set()
-            return await asyncio.gather(first, kept, again)
+            return await asyncio.gather(first, answer, again)
 
         assert len(asyncio.run(run())) == 3
         status = model.status()
@@ -294,9 +294,9 @@ def test_ragged_lengths_are_padded_where_that_changes_nothing() -> None:
         for length in (2, 4, 7):
             sent = np.arange(1, length + 1)[None]
             answer = server.answer({"ids": sent})
-            wanted = model.predict(sent, verbose=0)
-            np.testing.assert_allclose(answer.outputs["per_token"], wanted[0], atol=1e-6)
-            np.testing.assert_allclose(answer.outputs["mean"], wanted[1], atol=1e-6)
+            expected = model.predict(sent, verbose=0)
+            np.testing.assert_allclose(answer.outputs["per_token"], expected[0], atol=1e-6)
+            np.testing.assert_allclose(answer.outputs["mean"], expected[1], atol=1e-6)
         with pytest.raises(mw.RequestError, match="9 long; the longest accepted is 8"):
             server.answer({"ids": np.ones([1, 9], "int32")})
 

@@ -38,10 +38,10 @@ def test_weights_of_a_device_are_those_that_the_server_holds() -> None:
     report = mw.dry_serve(model, X, strategy=serving, target="cpu:8", rows=[1, 8])
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        held = build()
-    with mw.Server(held, serving, buckets=[8]) as server:
-        found = server.model("small").status().bytes_by_device
-    assert set(found.values()) == {report.weight_bytes}
+        net = build()
+    with mw.Server(net, serving, buckets=[8]) as server:
+        status = server.model("small").status().bytes_by_device
+    assert set(status.values()) == {report.weight_bytes}
     memory = report.batches[1].report.memory
     assert (memory.slot_bytes, memory.gradient_bytes) == (0, 0)
     assert memory.input_bytes == 4 * 8 * 4  # four of eight rows
@@ -59,8 +59,8 @@ def test_eight_bits_of_shapes_are_those_that_keras_makes_of_values() -> None:
     assert {weight.dtype for weight in shapes.weights} == {"float32"}
     model = build()
     with mw.Server(model, strategy, precision="int8", buckets=[8]) as server:
-        held = server.model("small").status().bytes_by_device
-    assert set(held.values()) == {report.weight_bytes}
+        bytes_by_device = server.model("small").status().bytes_by_device
+    assert set(bytes_by_device.values()) == {report.weight_bytes}
     for name in ("hidden", "last"):
         model.get_layer(name).quantize("int8")
     own = mw.dry_serve(model, X, **options)
@@ -81,7 +81,7 @@ def test_the_command_knows_the_precision_of_a_server(
 ) -> None:
     strategy = mw.Sharded(mw.create_mesh({"model": 8}), LAYOUTS, batch=None)
     with mw.Server(build(), strategy, precision=precision, buckets=[8]) as server:
-        held = server.model("small").status().bytes_by_device
+        bytes_by_device = server.model("small").status().bytes_by_device
     reports: list[ServingReport] = []
     monkeypatch.setattr("meshwright.display.text.columns.print_text", reports.append)
     words = [
@@ -92,10 +92,10 @@ def test_the_command_knows_the_precision_of_a_server(
         "batch=1,model=8",
         "--no-compile",
     ]
-    asked = [] if precision is None else ["--precision", precision]
-    done = CliRunner().invoke(dry_run, [*words, "--serve", "--rows", "8", *asked])
-    assert done.exit_code == 0, (done.output, done.exception)
-    assert set(held.values()) == {reports[0].weight_bytes}
+    options = [] if precision is None else ["--precision", precision]
+    result = CliRunner().invoke(dry_run, [*words, "--serve", "--rows", "8", *options])
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert set(bytes_by_device.values()) == {reports[0].weight_bytes}
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_the_devices_that_a_load_takes() -> None:
     x = jax.ShapeDtypeStruct((1, 8192), "bfloat16")
     options = {"strategy": placement, "target": "h100:4", "compile": False, "rows": [1, 1024]}
     report = mw.dry_serve(program, x, **options)
-    held = 8192 * 8192 * 2 // 4
-    assert report.weight_bytes == held
+    weight_bytes = 8192 * 8192 * 2 // 4
+    assert report.weight_bytes == weight_bytes
     bandwidth = report.batches[0].report.hardware.memory_bandwidth_bytes_per_s
     one, many = (batch.latency_s for batch in report.batches)
-    moved = held + 2 * 8192 + 2 * 8192 // 4  # weights, a row, and a quarter of its results
+    moved = weight_bytes + 2 * 8192 + 2 * 8192 // 4  # weights, a row, and a quarter of its results
     assert one == pytest.approx(moved / bandwidth)
     peak = report.batches[0].report.hardware.peak("bfloat16")
-    moved += 1023 * (moved - held)
+    moved += 1023 * (moved - weight_bytes)
     assert many == pytest.approx(max(moved / bandwidth, 2 * 1024 * 8192**2 / 4 / peak))
     load = report.devices_for(rows_per_s=2 * 0.8 * 1024 / many)
     assert (load.rows, load.copies, load.devices) == (1024, 2, 8)

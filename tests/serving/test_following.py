@@ -39,8 +39,8 @@ def save(run: Path, step: int, value: float | None = None) -> None:
 def serve(run: Path, **options: Any) -> mw.Server:
     placement = mw.Placement.of(mw.create_mesh({"batch": 2, "model": 4}), {"a|b": ["model", None]})
     shapes = {name: jax.ShapeDtypeStruct((8, 4), "float32") for name in ("a", "b")}
-    given = {"params": shapes, "example": EXAMPLE, "name": "f", "checkpoint": run, "max_rows": 4}
-    return mw.Server(constant, placement, **given, **options)
+    settings = {"params": shapes, "example": EXAMPLE, "name": "f", "checkpoint": run, "max_rows": 4}
+    return mw.Server(constant, placement, **settings, **options)
 
 
 def test_weights_change_between_batches_and_nothing_is_compiled(
@@ -52,20 +52,20 @@ def test_weights_change_between_batches_and_nothing_is_compiled(
         compiled = model.forward.shapes
 
         async def ask_until(version: str) -> set[tuple[str, float, float]]:
-            found = set()
+            result = set()
             for _ in range(5000):
                 sent = [model.predict({"input": np.zeros([n, 2])}) for n in (1, 2, 7)]
                 for answer in await asyncio.gather(*sent):
                     for row in answer.outputs["output"]:
-                        found.add((answer.version, *map(float, row)))
-                if version in {each[0] for each in found}:
-                    return found
+                        result.add((answer.version, *map(float, row)))
+                if version in {row[0] for row in result}:
+                    return result
             raise AssertionError(f"version {version} was not served: {model.status().events}")
 
         for step in (2, 3):
             save(tmp_path, step)
-            found = asyncio.run(ask_until(str(step)))
-            assert found <= {(str(n), float(n), float(n)) for n in (step - 1, step)}
+            result = asyncio.run(ask_until(str(step)))
+            assert result <= {(str(n), float(n), float(n)) for n in (step - 1, step)}
         assert model.forward.shapes == compiled
         assert [e.split(":")[0] for e in model.status().events] == [
             "version 1 -> 2",
@@ -209,13 +209,13 @@ def test_a_checkpoint_that_one_process_cannot_read_is_refused_by_all(tmp_path: P
     save(tmp_path, 1)
     with serve(tmp_path) as server:
         model: Any = server.model("f")
-        said: list[str] = []
+        messages: list[str] = []
 
         def tell(word: dict[str, Any], arrays: Any = ()) -> None:
             if word["do"] == "batch":
                 return
             is_bad = Path(word["directory"]).name == "step_2"
-            said.append(f"{word['do']} {Path(word['directory']).name}")
+            messages.append(f"{word['do']} {Path(word['directory']).name}")
             fault = mw.CheckpointError("no such file.") if is_bad else None
             reply = {**following.reply_to(word, fault), "rank": 1}
             threading.Timer(0.05, model.answered, (reply, [])).start()
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_one_process_cannot_read_is_refused_by_all(tmp_path: P
         save(tmp_path, 3)
         assert model.reload()
         assert server.answer(ASKED).version == "3"
-        assert said == ["read step_2", "read step_3", "finish step_3"]
+        assert messages == ["read step_2", "read step_3", "finish step_3"]
         with pytest.raises(mw.ModelError, match="is served by several processes"):
             model.update()
 

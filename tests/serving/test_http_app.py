@@ -127,12 +127,12 @@ def test_a_mounted_app_starts_with_its_first_request():
     outer = Starlette(routes=[Mount("/models", inner)])
 
     async def scenario() -> list[int]:
-        found = []
+        results = []
         for _ in range(3):
             answered = await Call("GET", "/models/v2/health/ready").to(outer)
-            found.append(answered.status)
+            results.append(answered.status)
             await asyncio.sleep(0)
-        return found
+        return results
 
     assert asyncio.run(scenario())[-1] == 200
 
@@ -248,11 +248,11 @@ def test_a_client_that_leaves_takes_its_request_out_of_the_queue():
         model.gate = asyncio.Event()
         async with running(app_of(model)) as app:
             leaves = asyncio.Event()
-            asked = asyncio.ensure_future(Call("POST", PATH, BODY, leaves=leaves).to(app))
+            request = asyncio.ensure_future(Call("POST", PATH, BODY, leaves=leaves).to(app))
             while not model.timeouts:
                 await asyncio.sleep(0)
             leaves.set()
-            return (await asked).status
+            return (await request).status
 
     assert asyncio.run(scenario()) == 499
     assert model.outcomes == {"cancelled": 1}
@@ -380,9 +380,9 @@ def test_a_mounted_app_says_that_its_models_did_not_start_and_tries_again(monkey
     app = serving_app(models)
 
     async def ping() -> Any:
-        found = await Call("GET", "/ping").to(app)
+        response = await Call("GET", "/ping").to(app)
         await asyncio.sleep(0.01)
-        return found
+        return response
 
     async def scenario() -> list[int]:
         first, refused = await ping(), await ping()
@@ -401,8 +401,8 @@ def test_the_paths_are_a_page_without_scripts_of_others():
     answered = call(app_of(), "GET", "/docs")
     assert answered.status == 200
     text = answered.body.decode()
-    for said in ("/v1/models/linear:predict", "POST /v2/models/linear/infer gives", "429"):
-        assert said in text
+    for word in ("/v1/models/linear:predict", "POST /v2/models/linear/infer gives", "429"):
+        assert word in text
     assert "src=" not in text
 
 

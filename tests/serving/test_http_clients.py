@@ -120,8 +120,8 @@ def test_typed_contents_over_grpc(rpc_port):
     with grpc.insecure_channel(f"127.0.0.1:{rpc_port}") as channel:
         stub = stubs.GRPCInferenceServiceStub(channel)
         reply = stub.ModelInfer(request, metadata=[("x-api-key", KEY)], timeout=60)
-    found = np.frombuffer(reply.raw_output_contents[0], np.float32).reshape(2, 3)
-    assert np.allclose(found, X @ KERNEL)
+    result = np.frombuffer(reply.raw_output_contents[0], np.float32).reshape(2, 3)
+    assert np.allclose(result, X @ KERNEL)
 
 
 def test_a_port_that_is_taken_is_an_error_of_the_lifespan(rpc_port):

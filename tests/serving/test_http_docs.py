@@ -35,8 +35,8 @@ def test_there_are_lines():
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line[:70])
 def test_a_line_of_curl_answers(line, port):
     words = shlex.split(line.replace("localhost:8000", f"127.0.0.1:{port}"))
-    done = subprocess.run([*words, "--fail"], capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run([*words, "--fail"], capture_output=True, text=True, timeout=30)
+    assert result.returncode == 0, result.stdout + result.stderr
     if "-d" in words:
-        numbers = re.findall(r"-?\d+\.\d+", done.stdout)
-        assert np.allclose([float(number) for number in numbers][-3:], ANSWER), done.stdout
+        numbers = re.findall(r"-?\d+\.\d+", result.stdout)
+        assert np.allclose([float(number) for number in numbers][-3:], ANSWER), result.stdout

@@ -52,8 +52,8 @@ def spoiled(case):
 @example(b'["\\u00000", [1111111111, 2222222222]]')
 def test_json_in_pieces_is_what_it_is_at_once(text):
     with mock.patch.multiple(json_pieces, _LONG=0, _PIECE=8, _TAIL=16):
-        found = read_or_refused(json_pieces.loaded_in_pieces, text)
-    assert found == read_or_refused(json_pieces.loaded, text)
+        result = read_or_refused(json_pieces.loaded_in_pieces, text)
+    assert result == read_or_refused(json_pieces.loaded, text)
 
 
 ROWS = np.arange(40_000, dtype="float32").reshape(-1, 4) / 7
@@ -126,15 +126,15 @@ def test_a_long_answer_holds_no_other_request_up_for_long(form, odd, monkeypatch
     request = Request({}, "inputs" if form == "columns" else "")
     if form == "flat":
         body = open_inference.write(request, answer, "m").body
-        found = {t["name"]: t["data"] for t in json.loads(body)["outputs"]}
-        found["y"] = np.reshape(found["y"], ROWS.shape)
+        results = {t["name"]: t["data"] for t in json.loads(body)["outputs"]}
+        results["y"] = np.reshape(results["y"], ROWS.shape)
     else:
         body = tf_serving.write(request, answer).body
-        found = next(iter(json.loads(body).values()))
+        results = next(iter(json.loads(body).values()))
         if form == "rows":
-            found = {name: [row[name] for row in found] for name in answer.outputs}
-    for name, wanted in answer.outputs.items():
-        np.testing.assert_array_equal(np.asarray(found[name], "float32"), wanted)
+            results = {name: [row[name] for row in results] for name in answer.outputs}
+    for name, expected in answer.outputs.items():
+        np.testing.assert_array_equal(np.asarray(results[name], "float32"), expected)
     assert max(pieces) < 6 * json_pieces._PIECE < len(body)  # a float takes up to 20 letters
 
 

@@ -65,11 +65,11 @@ def test_warming_up_keeps_what_a_small_model_compiles(variable, tmp_path):
     others = ("JAX_", "MESHWRIGHT_CACHE")  # those of all tests
     env = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     env[variable] = str(tmp_path / "cache")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "meshwright", *words], env=env, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("compiled: Server(small")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("compiled: Server(small")
     assert any(path.is_file() for path in (tmp_path / "cache").rglob("jit_*-cache"))
 
 
@@ -120,8 +120,8 @@ def test_memory_follows_the_size_of_the_weights(project, monkeypatch):
     with sparse.open("wb") as file:
         file.truncate(10 << 30)
     words = ["serve", "large.keras", "--write", "knative", "--to", "out"]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
     (container,) = yaml.safe_load((project / "out" / "service.yaml").read_text())["spec"][
         "template"
     ]["spec"]["containers"]
@@ -130,9 +130,9 @@ def test_memory_follows_the_size_of_the_weights(project, monkeypatch):
 
 def test_the_command_writes_the_words_that_it_was_called_with(project):
     words = ["runs/mnist", "--model", "train:build", "--mesh=model=2", "--port", "9"]
-    done = CliRunner().invoke(main, ["serve", *words, "--write", "ray", "--to", "out"])
-    assert done.exit_code == 0, done.output
-    assert done.output.split() == [f"out/{name}" for name in PLATFORMS["ray"]]
+    result = CliRunner().invoke(main, ["serve", *words, "--write", "ray", "--to", "out"])
+    assert result.exit_code == 0, result.output
+    assert result.output.split() == [f"out/{name}" for name in PLATFORMS["ray"]]
     text = (project / "out" / "app.py").read_text()
     assert '["runs/mnist", "--model", "train:build", "--mesh=model=2"]' in text
     again = CliRunner().invoke(main, ["serve", *words, "--write", "ray", "--to", "out"])
@@ -142,16 +142,16 @@ def test_the_command_writes_the_words_that_it_was_called_with(project):
 
 def test_words_become_options(project):
     words = ["runs/mnist", "--model", "train:build", "--mesh", "model=2", "--buckets", "1,8"]
-    asked = options_of([*words, "--max-body", "1MiB", "--precision", "int8", "--finite"])
-    assert (asked["buckets"], asked["max_body"], asked["finite"]) == ((1, 8), 1 << 20, True)
-    asked = options_of([*words, "--pad-value=-1", "--in-flight", "1"])
-    assert (asked["pad_value"], asked["in_flight"]) == (-1, 1)
+    options = options_of([*words, "--max-body", "1MiB", "--precision", "int8", "--finite"])
+    assert (options["buckets"], options["max_body"], options["finite"]) == ((1, 8), 1 << 20, True)
+    options = options_of([*words, "--pad-value=-1", "--in-flight", "1"])
+    assert (options["pad_value"], options["in_flight"]) == (-1, 1)
 
 
 def test_a_config_file_gives_options(project):
     (project / "serve.toml").write_text('mesh = "model=2"\n[serve]\nport = 9000\nmax-rows = 8\n')
-    asked = options_of(["runs/mnist", "--model", "train:build", "--config", "serve.toml"])
-    assert (asked["port"], asked["max_rows"], asked["mesh"].size) == (9000, 8, 2)
+    options = options_of(["runs/mnist", "--model", "train:build", "--config", "serve.toml"])
+    assert (options["port"], options["max_rows"], options["mesh"].size) == (9000, 8, 2)
 
 
 def test_names_that_platforms_refuse_are_refused():

@@ -56,12 +56,12 @@ class Started:
                 pass_fds=[bound.fileno()] if bound is not None else [],
             )
         for _ in range(1200):
-            found = [line for line in log.read_text().splitlines() if "listening" in line]
-            if found:
+            results = [line for line in log.read_text().splitlines() if "listening" in line]
+            if results:
                 break
             assert self.process.poll() is None, log.read_text()
             time.sleep(0.05)
-        self.port = int(json.loads(found[0])["address"].rpartition(":")[2])
+        self.port = int(json.loads(results[0])["address"].rpartition(":")[2])
 
     def end(self, sig: int = signal.SIGTERM) -> int:
         self.process.send_signal(sig)
@@ -79,9 +79,9 @@ def server(tmp_path: Path) -> Iterator[Any]:
         return servers[-1]
 
     yield start
-    for each in servers:
-        if each.process.poll() is None:
-            each.end(signal.SIGKILL)
+    for server in servers:
+        if server.process.poll() is None:
+            server.end(signal.SIGKILL)
 
 
 def connected(port: int) -> Any:

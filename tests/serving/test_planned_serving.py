@@ -51,7 +51,7 @@ def large() -> mw.Program:
 
 def test_latency_splits_what_is_read_and_throughput_copies_it() -> None:
     batch = jax.ShapeDtypeStruct((1, 64), "bfloat16")
-    program, held = large(), 2 * 2 * 64 * (1 << 20)
+    program, weight_bytes = large(), 2 * 2 * 64 * (1 << 20)
     one, many = (
         mw.plan(program, batch, target="h100:8", objective=mw.ServingGoal(aim, (1, 2, 64)))
         for aim in ("latency", "throughput")
@@ -70,9 +70,10 @@ def test_latency_splits_what_is_read_and_throughput_copies_it() -> None:
         rows=one.serving.buckets,
         compile=False,
     )
-    assert report.weight_bytes == held // 8
+    assert report.weight_bytes == weight_bytes // 8
     assert one.serving.batches == tuple(
-        PlannedBatch(each.rows, each.latency_s, each.report.peak_bytes) for each in report.batches
+        PlannedBatch(batch.rows, batch.latency_s, batch.report.peak_bytes)
+        for batch in report.batches
     )
     assert report.batches[0].report.collectives  # those of the forward pass are counted
     assert mw.Plan.from_json(many.to_json()) == many
@@ -123,14 +124,14 @@ def test_a_narrower_type_is_chosen_where_it_is_faster_or_alone_fits() -> None:
 
 
 def test_a_plan_serves_with_its_mesh_batches_and_precision(tmp_path: Path) -> None:
-    found = mw.plan(
+    result = mw.plan(
         shapes(),
         ROW,
         target="cpu:8",
         objective=mw.ServingGoal("latency", (2, 8), ["bfloat16"]),
         hardware=FAST,
     )
-    found.save(tmp_path / "serve.json")
+    result.save(tmp_path / "serve.json")
     plan = mw.Plan.load(tmp_path / "serve.json")
     assert plan.mesh.size == 8
     assert plan.serving is not None
@@ -176,9 +177,9 @@ def test_kernels_of_eight_bits_are_laid_out_by_the_plan(tmp_path: Path) -> None:
     assert (same.serving.precision, same.serving.batches) == ("int8", plan.serving.batches)
     plan.save(tmp_path / "plan.json")
     with mw.Server(model, tmp_path / "plan.json") as server:
-        held = server.model("small").status().bytes_by_device
+        bytes_by_device = server.model("small").status().bytes_by_device
     whole = sum(weight.value.nbytes for weight in model.weights)
-    assert max(held.values()) < whole / 7
+    assert max(bytes_by_device.values()) < whole / 7
 
 
 BUILD = """
@@ -204,13 +205,13 @@ def test_the_commands_plan_and_serve_by_a_file(
     assert "plan for serving on h100:2" in result.output
     assert "of 2 copies" in result.output
     assert mw.Plan.load("serve.json").objective == "throughput"
-    for wrong, said in (
+    for wrong, message in (
         (["--batch-size", "8"], "use --rows"),
         (["--objective", "time", "--rows", "8"], "--rows need a plan for serving"),
     ):
         result = CliRunner().invoke(main, [*words, *wrong])
         assert result.exit_code
-        assert said in result.output
+        assert message in result.output
     dense(8).save("small.keras")
     with pytest.raises(mw.ServingError, match="leave --mesh out"):
         server_for(

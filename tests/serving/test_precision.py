@@ -25,9 +25,9 @@ def test_fewer_bits_of_a_run_that_is_followed(precision: str, near: float, tmp_p
     with mw.Server(None, here, precision=precision, **options) as server:
         served = server.model("small")
         answer = server.answer({"input": ROWS}).outputs["last"]
-        wanted = model.predict(ROWS, verbose=0)
-        largest = np.abs(answer - wanted).max()
-        assert 0 < largest < near * np.abs(wanted).max()
+        expected = model.predict(ROWS, verbose=0)
+        largest = np.abs(answer - expected).max()
+        assert 0 < largest < near * np.abs(expected).max()
         assert answer.dtype == "float32"
         (difference,) = served.differences
         assert difference.output == "last"
@@ -41,6 +41,6 @@ def test_fewer_bits_of_a_run_that_is_followed(precision: str, near: float, tmp_p
         shapes = served.forward.shapes
         assert served.reload()
         answer = server.answer({"input": ROWS}).outputs["last"]
-        wanted = model.predict(ROWS, verbose=0)
-        np.testing.assert_allclose(answer, wanted, atol=near * np.abs(wanted).max())
+        expected = model.predict(ROWS, verbose=0)
+        np.testing.assert_allclose(answer, expected, atol=near * np.abs(expected).max())
         assert served.forward.shapes == shapes

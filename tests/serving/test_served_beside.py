@@ -58,8 +58,8 @@ def test_a_file_names_versions_and_models_with_their_parts_of_the_traffic(folder
         answers = [server.answer(ROW, name="sums") for _ in range(8)]
         assert Counter(answer.version for answer in answers) == {"1": 6, "2": 2}
         assert server.answer(ROW, name="other").outputs["y"].item() == 4.0
-        found: Any = server.model("sums", "2")
-        assert found.options.buckets == (2,)
+        result: Any = server.model("sums", "2")
+        assert result.options.buckets == (2,)
         app = mw.serving_app(server)
 
         def got(path: str) -> str:

@@ -83,19 +83,19 @@ def asked(port: int) -> tuple[int, str]:
 
 def until_answered(port: int, within_s: float) -> str:
     until_s = time.monotonic() + within_s
-    while (found := asked(port))[0] != 200:
-        assert time.monotonic() < until_s, found
+    while (result := asked(port))[0] != 200:
+        assert time.monotonic() < until_s, result
         time.sleep(0.1)
-    return found[1]
+    return result[1]
 
 
 def refused(port: int, within_s: float) -> str:
     """The reply once the server cannot answer; anything but 200 and 503 fails."""
     until_s = time.monotonic() + within_s
-    while (found := asked(port))[0] == 200:
+    while (result := asked(port))[0] == 200:
         assert time.monotonic() < until_s
-    assert found[0] == 503, found
-    return found[1]
+    assert result[0] == 503, result
+    return result[1]
 
 
 def pid_of_rank(rank: int, text: str) -> int:

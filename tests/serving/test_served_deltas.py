@@ -152,7 +152,7 @@ def test_a_gap_and_a_damaged_delta_are_refused_until_a_full_one(shop: Shop) -> N
     with served(shop) as server:
         model = server.model("shop")
         shop.train([1])
-        kept = shop.exporter.export()
+        export = shop.exporter.export()
         assert model.reload()
         present = server.answer(X).outputs["out"]
         shop.train([2])
@@ -170,7 +170,7 @@ def test_a_gap_and_a_damaged_delta_are_refused_until_a_full_one(shop: Shop) -> N
         with pytest.raises(mw.CheckpointError, match=fault):
             model.reload()
         answer = server.answer(X)
-        assert (answer.version, kept.number) == ("2", 2)
+        assert (answer.version, export.number) == ("2", 2)
         np.testing.assert_array_equal(answer.outputs["out"], present)
         with served(shop) as late:
             assert late.answer(X).version == "2"
@@ -287,10 +287,10 @@ def test_after_a_server_is_killed_comes_a_full_export(tmp_path: Path) -> None:
             assert exporter.export().kind == "delta"
             assert server.model("shop").reload()
             answer = server.answer(rows([1, 2], 0))
-        found = exporter._live.lookup("bought", keys)
+        result = exporter._live.lookup("bought", keys)
         kernel = exporter._live.values().params["out/kernel"]
         people = exporter._live.lookup("people", np.array([0, 0]))
-        np.testing.assert_array_equal(found, np.full([2, DIM], 3.0))
-        expected = np.concatenate([people, found], 1) @ kernel
+        np.testing.assert_array_equal(result, np.full([2, DIM], 3.0))
+        expected = np.concatenate([people, result], 1) @ kernel
         np.testing.assert_allclose(answer.outputs["out"], expected, atol=1e-5)
         assert answer.version == "4"

@@ -48,13 +48,13 @@ def test_stages_answer_as_one_device_and_hold_their_own_weights(axes: dict[str, 
     model = build()
     expected = np.asarray(model(ROWS))
     with mw.Server(model, strategy(axes), buckets=[4]) as server:
-        found = server.answer({"x": ROWS}).outputs["last"]
+        actual = server.answer({"x": ROWS}).outputs["last"]
         status = server.model("stacked").status()
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
-    held = status.bytes_by_device
+    np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
+    bytes_by_device = status.bytes_by_device
     whole = sum(4 * math.prod(weight.shape) for weight in model.weights)
-    assert sum(held.values()) == whole * axes.get("batch", 1)
-    assert max(held.values()) < 0.7 * whole
+    assert sum(bytes_by_device.values()) == whole * axes.get("batch", 1)
+    assert max(bytes_by_device.values()) < 0.7 * whole
     assert dict(status.mesh) == axes
 
 
@@ -89,8 +89,8 @@ def test_cuts_of_training_and_weights_that_several_stages_read() -> None:
     how = strategy({"stage": 2}, cuts=["three"])
     with mw.Server(forward, how, params=params, example=ROWS, name="f", buckets=[2]) as server:
         answer = server.answer({"input": ROWS})
-        held = server.model("f").status().bytes_by_device
-    assert list(held.values()) == [2 * 256 + 4, 256 + 4]
+        bytes_by_device = server.model("f").status().bytes_by_device
+    assert list(bytes_by_device.values()) == [2 * 256 + 4, 256 + 4]
     for name, values in expected.items():
         np.testing.assert_allclose(answer.outputs[name], values, atol=TOLERANCE)
 
@@ -111,10 +111,10 @@ def test_a_tied_embedding_is_held_by_both_stages_and_never_sent() -> None:
         model: Any = server.model("f")
         answer = model.answer({"input": ids})
         (compiled,) = model.forward._parts[1].compiled.values()
-        held = model.status().bytes_by_device
+        bytes_by_device = model.status().bytes_by_device
     np.testing.assert_allclose(answer.outputs["output"], forward(params, ids), rtol=1e-5, atol=1e-5)
     assert [like.shape for like in compiled.entering] == [(2, 5, 8)]
-    assert set(held.values()) == {4 * (32 * 8 + 8 * 8)}
+    assert set(bytes_by_device.values()) == {4 * (32 * 8 + 8 * 8)}
 
 
 def test_a_checkpoint_is_read_by_stages_and_the_next_one_swapped_in(tmp_path: Path) -> None:

@@ -120,9 +120,9 @@ def test_an_id_that_a_table_lacks_fails_its_own_request(trained):
     with mw.Server(build=build, checkpoint=run, max_rows=4) as server:
         wrong = {name: values[:2].copy() for name, values in x.items()}
         wrong["users"][1, 1] = 20  # the model computes this id
-        found = server.answer(wrong).outputs["out"]
-        np.testing.assert_allclose(found[0], expected[0], atol=1e-6)
-        assert np.isnan(found[1]).all()
+        actual = server.answer(wrong).outputs["out"]
+        np.testing.assert_allclose(actual[0], expected[0], atol=1e-6)
+        assert np.isnan(actual[1]).all()
     plain = keras.Input([1], dtype="int32", name="user")
     model = keras.Model(plain, mw.ps.Embedding("people", 4, 20)(plain), name="shop")
     with mw.ParameterServer() as strategy, mw.Server(model, strategy, buckets=[2]) as server:

@@ -68,15 +68,15 @@ def test_the_command_takes_a_builder_of_the_model_alone_and_a_mesh_of_some_devic
 ) -> None:
     model, _, run = trained
     layouts = {pattern: mw.Layout(specs) for pattern, specs in LAYOUTS.items()}
-    asked = ServeOptions(
+    options = ServeOptions(
         Path(run), f"{__name__}:build", mw.Mesh({"model": 2}), layouts, buckets=(8,)
     )
-    with server_for(asked) as server:
+    with server_for(options) as server:
         (name,) = server.names()
         answer = server.answer({"input": ROWS})
-        held = server.model(name).status().bytes_by_device
+        bytes_by_device = server.model(name).status().bytes_by_device
     np.testing.assert_allclose(answer.outputs["last"], model.predict(ROWS, verbose=0), atol=1e-6)
-    assert set(held) == {"cpu:0", "cpu:1"}
+    assert set(bytes_by_device) == {"cpu:0", "cpu:1"}
 
 
 @pytest.mark.full
@@ -86,9 +86,9 @@ def test_a_keras_file(trained: tuple, tmp_path: pytest.TempPathFactory) -> None:
     model.save(path)
     with mw.Server(path, strategy.serving(mw.create_mesh({"model": 8}))) as server:
         answer = server.answer({"input": ROWS})
-        held = server.model("small").status().bytes_by_device
+        bytes_by_device = server.model("small").status().bytes_by_device
     np.testing.assert_allclose(answer.outputs["last"], model.predict(ROWS, verbose=0), atol=1e-6)
-    assert set(held.values()) == {4 * (8 * 16 // 8 + 16 + 4 * 16 + 16 * 4 // 8 + 4)}
+    assert set(bytes_by_device.values()) == {4 * (8 * 16 // 8 + 16 + 4 * 16 + 16 * 4 // 8 + 4)}
 
 
 def test_weights_of_training_in_memory(trained: tuple) -> None:

@@ -17,29 +17,29 @@ def errors() -> dict[str, float]:
     """By schedule, the largest difference to the gradients of one device, by their largest."""
     batch = batch_of()
     grads = jax.grad(lambda params: loss(params, batch)[0])(params_of(BLOCKS))
-    wanted = {
+    expected = {
         "/".join(key(part) for part in path): v for path, v in jax.tree.leaves_with_path(grads)
     }
     placement = mw.Placement.of(mw.create_mesh({"stage": 2, "data": 2}), batch="data")
-    found = {}
+    results = {}
     for schedule in SCHEDULES:
         pipeline = mw.Pipeline("stage", 4, schedule)
         trainer = mw.Trainer(program_of(BLOCKS), placement, mw.StepOptions(pipeline=pipeline))
         state, _ = trainer.step(trainer.init(), trainer.put(batch))
         slots = process_allgather(trainer.unpadded(state).slots, tiled=True)
-        found[schedule] = difference(slots, wanted)
-    return found
+        results[schedule] = difference(slots, expected)
+    return results
 
 
 def key(part) -> str:
     return str(getattr(part, "key", getattr(part, "idx", part)))
 
 
-def difference(slots, wanted) -> float:
+def difference(slots, expected) -> float:
     """Slots are the gradients, under names that end with their paths."""
-    largest = max(np.abs(values).max() for values in wanted.values())
+    largest = max(np.abs(values).max() for values in expected.values())
     worst = 0.0
-    for path, values in wanted.items():
+    for path, values in expected.items():
         (slot,) = [name for name in slots if name.endswith(path)]
         worst = max(worst, float(np.abs(slots[slot] - values).max() / largest))
     return worst

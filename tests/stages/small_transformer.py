@@ -29,16 +29,16 @@ def batch_of(rows: int = ROWS) -> dict[str, np.ndarray]:
 def params_of(blocks: int) -> dict[str, Any]:
     rng = np.random.default_rng(1)
 
-    def made(*dims: int) -> np.ndarray:
+    def weights(*dims: int) -> np.ndarray:
         return (0.5 * rng.normal(size=dims) / np.sqrt(dims[0])).astype("float32")
 
     return {
-        "embed": made(WORDS, WIDTH),
+        "embed": weights(WORDS, WIDTH),
         "blocks": [
-            {"qkv": made(WIDTH, 3 * WIDTH), "up": made(WIDTH, 16), "down": made(16, WIDTH)}
+            {"qkv": weights(WIDTH, 3 * WIDTH), "up": weights(WIDTH, 16), "down": weights(16, WIDTH)}
             for _ in range(blocks)
         ],
-        "head": made(WIDTH, WORDS),
+        "head": weights(WIDTH, WORDS),
     }
 
 
@@ -56,8 +56,8 @@ def loss(params: Any, batch: Any) -> Any:
     x = params["embed"][batch["x"]]
     for weights in params["blocks"]:
         x = block(weights, x, mask)
-    found = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["y"])
-    return found.mean(), {"hits": ((x @ params["head"]).argmax(-1) == batch["y"]).mean()}
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["y"])
+    return losses.mean(), {"hits": ((x @ params["head"]).argmax(-1) == batch["y"]).mean()}
 
 
 def tied_loss(params: Any, batch: Any) -> Any:

@@ -31,8 +31,8 @@ def run(function, given):
         return changed(args, [{"stack": PATHS}] * 2, [{"stack": PATHS}])
 
     parts = [stacked(part) for part in given]
-    (found,) = call(*parts)
-    return found, jax.make_jaxpr(call)(*parts)
+    (result,) = call(*parts)
+    return result, jax.make_jaxpr(call)(*parts)
 
 
 def values(key):
@@ -49,11 +49,11 @@ def test_an_optimizer_over_stacks_gives_the_same_numbers(optimizer):
         changes, _ = optimizer.update(grads, optimizer.init(params), params)
         return ({p: params[p] + change for p, change in changes.items()},)
 
-    given = values(0), values(1)
-    (wanted,) = update(*given)
-    found, jaxpr = run(update, given)
-    np.testing.assert_allclose(found["head"], wanted["head"], rtol=1e-6)
-    np.testing.assert_allclose(found["stack"], np.stack([wanted[p] for p in PATHS]), rtol=1e-6)
+    args = values(0), values(1)
+    (expected,) = update(*args)
+    actual, jaxpr = run(update, args)
+    np.testing.assert_allclose(actual["head"], expected["head"], rtol=1e-6)
+    np.testing.assert_allclose(actual["stack"], np.stack([expected[p] for p in PATHS]), rtol=1e-6)
     taken_out = [
         e for e in jaxpr.eqns if e.primitive.name == "slice" and e.outvars[0].aval.size > 1
     ]
@@ -65,7 +65,7 @@ def test_what_differs_from_block_to_block_is_taken_out_and_right():
         scales = dict(zip(PATHS, (1.0, 2.0, 1.0, 3.0), strict=True))
         return ({p: v - scales.get(p, 0.5) * grads[p] for p, v in params.items()},)
 
-    given = values(0), values(1)
-    found, _ = run(plain, given)
-    wanted = np.stack([plain(*given)[0][p] for p in PATHS])
-    np.testing.assert_allclose(found["stack"], wanted, rtol=1e-6)
+    args = values(0), values(1)
+    actual, _ = run(plain, args)
+    expected = np.stack([plain(*args)[0][p] for p in PATHS])
+    np.testing.assert_allclose(actual["stack"], expected, rtol=1e-6)

@@ -26,13 +26,13 @@ def made(loss: Any, params: Any, batch: Any) -> mw.Program:
 
 
 def test_every_layer_has_its_stage() -> None:
-    found = explained(program_of(10), {"stage": 4}, mw.Pipeline("stage", 4))
-    assert list(found.layers) == [
+    report = explained(program_of(10), {"stage": 4}, mw.Pipeline("stage", 4))
+    assert list(report.layers) == [
         ("embed", "0"),
         ("blocks/0 to blocks/9", "3 on 0, 3 on 1, 2 on 2, 2 on 3"),
         ("head", "3"),
     ]
-    assert "blocks/0 to blocks/9  3 on 0, 3 on 1, 2 on 2, 2 on 3" in str(found)
+    assert "blocks/0 to blocks/9  3 on 0, 3 on 1, 2 on 2, 2 on 3" in str(report)
     around = explained(program_of(4), {"stage": 2}, mw.Pipeline("stage", 4, "circular", 2))
     assert around.layers[1] == ("blocks/0 to blocks/3", "0, 1, 0, 1")
 
@@ -47,12 +47,12 @@ def test_stages_that_differ_say_why_and_what_is_passed_on_whole() -> None:
     params = {name: {"w": np.ones(of, "float32")} for name, of in dims.items()}
     program = made(loss, params, np.ones([64, 64], "float32"))
     cut = mw.Pipeline("stage", 2, cuts=["out"])
-    found = explained(program, {"stage": 2, "data": 2}, cut)
-    assert found.layers == (("half to in (2 layers)", "0"), ("out", "1"))
-    why, whole = found.notes
+    report = explained(program, {"stage": 2, "data": 2}, cut)
+    assert report.layers == (("half to in (2 layers)", "0"), ("out", "1"))
+    why, whole = report.notes
     assert whole.startswith("12 KiB of what a stage passes on of a micro-batch have no dim of its")
     assert why == "the stages differ: the model has no chain of equal blocks to cut into 2 stages"
-    assert f"note: {why}" in str(found)
+    assert f"note: {why}" in str(report)
 
 
 def test_blocks_whose_rows_meet_say_that_gradients_are_summed_for_every_micro_batch() -> None:
@@ -66,5 +66,5 @@ def test_blocks_whose_rows_meet_say_that_gradients_are_summed_for_every_micro_ba
         program = made(
             lambda params, x, meet=meet: loss(params, x, meet), params, np.ones([16, 4], "float32")
         )
-        found = explained(program, {"stage": 2, "data": 2}, mw.Pipeline("stage", 2))
-        assert any("for every micro-batch" in note for note in found.notes) == meet
+        report = explained(program, {"stage": 2, "data": 2}, mw.Pipeline("stage", 2))
+        assert any("for every micro-batch" in note for note in report.notes) == meet

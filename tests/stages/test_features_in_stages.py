@@ -38,15 +38,15 @@ def chain(x: Any, penalty: str | None = None, auxiliary: bool = False) -> Any:
 
 
 def forked(x: Any, penalty: str | None = None, auxiliary: bool = False) -> Any:
-    made = [
+    branches = [
         layers.Dense(8, "tanh", kernel_regularizer=penalty, name=f"top{name}")(
             layers.Dense(8, "gelu", name=f"under{name}")(x)
         )
         for name in "ab"
     ]
     if auxiliary:
-        made = [Auxiliary(name=f"auxiliary{n}")(each) for n, each in enumerate(made)]
-    return layers.Concatenate(name="joined")(made)
+        branches = [Auxiliary(name=f"auxiliary{n}")(outputs) for n, outputs in enumerate(branches)]
+    return layers.Concatenate(name="joined")(branches)
 
 
 Middle = Callable[..., Any]
@@ -129,9 +129,9 @@ def test_it_trains_as_on_one_device(name: str, way: str) -> None:
     (build, within), (middle, axes, pipeline) = MODELS[name], WAYS[way]
     one = mw.DataParallel(mesh_of({"data": 1}), batch="data")
     strategy = mw.Sharded(mesh_of(axes), batch="data", unmatched="replicate", pipeline=pipeline)
-    wanted, expected = fitted(one, lambda: build(middle))
-    found, same = fitted(strategy, lambda: build(middle))
-    assert found == {key: pytest.approx(values, rel=within) for key, values in wanted.items()}
+    reference, expected = fitted(one, lambda: build(middle))
+    result, same = fitted(strategy, lambda: build(middle))
+    assert result == {key: pytest.approx(values, rel=within) for key, values in reference.items()}
     for actual, value in zip(same, expected, strict=True):
         np.testing.assert_allclose(actual, value, atol=within)
 

@@ -65,9 +65,9 @@ def inception_loss(params: Any, batch: Any) -> Any:
     reduced = jnp.tanh(conv(x, params["b/reduce"]))
     branches = [conv(x, params["b/one"]) * params["scale"], conv(reduced, params["b/three"])]
     x = jnp.concatenate(branches, -1).mean((1, 2))
-    found = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["y"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch["y"])
     penalty = sum((params[name] ** 2).sum() for name in DIMS)
-    return found.mean() + 1e-2 * penalty
+    return losses.mean() + 1e-2 * penalty
 
 
 def inception(optimizer: Any = KEEPS_GRADIENTS) -> mw.Program:
@@ -89,9 +89,9 @@ def stepped(mesh: dict[str, int], branches: mw.Branches | None = None) -> tuple[
     [{"branch": 2, "data": 2}, pytest.param({"branch": 4}, marks=pytest.mark.full)],
 )
 def test_branches_have_the_gradients_of_one_device(mesh: dict[str, int]) -> None:
-    (wanted, loss), (found, same) = stepped({"data": 1}), stepped(mesh, mw.Branches("branch"))
+    (reference, loss), (actual, same) = stepped({"data": 1}), stepped(mesh, mw.Branches("branch"))
     assert same == pytest.approx(loss, rel=1e-5)
-    for part, expected in zip(found, wanted, strict=True):
+    for part, expected in zip(actual, reference, strict=True):
         largest = max((np.abs(values).max() for values in expected.values()), default=0.0)
         for path, values in expected.items():
             assert np.abs(part[path] - values).max() <= TOLERANCE * largest, path

@@ -101,11 +101,11 @@ def stepped(
 def assert_those_of_one_device(
     case: Case, axes: dict[str, int], rules: str, pipeline: mw.Pipeline
 ) -> None:
-    wanted = stepped(case, {"data": 1}, "batch:data")
-    found = stepped(case, axes, rules, pipeline)
-    largest = max(np.abs(value).max() for value in wanted.values())
-    for path, value in wanted.items():
-        assert np.abs(found[path] - value).max() <= TOLERANCE * largest, path
+    expected = stepped(case, {"data": 1}, "batch:data")
+    result = stepped(case, axes, rules, pipeline)
+    largest = max(np.abs(value).max() for value in expected.values())
+    for path, value in expected.items():
+        assert np.abs(result[path] - value).max() <= TOLERANCE * largest, path
 
 
 @pytest.mark.full

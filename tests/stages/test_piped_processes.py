@@ -17,8 +17,10 @@ PROGRAM = str(Path(__file__).with_name("piped_processes.py"))
 def test_stages_in_two_processes_have_the_numbers_of_one_device(capfd):
     assert run_group([PROGRAM], GroupOptions(processes=2, devices=2)) == 0
     out, _ = capfd.readouterr()
-    found = [ast.literal_eval(line.split(" ", 1)[1]) for line in out.splitlines() if "1f1b" in line]
-    assert len(found) == 2
-    for errors in found:
+    results = [
+        ast.literal_eval(line.split(" ", 1)[1]) for line in out.splitlines() if "1f1b" in line
+    ]
+    assert len(results) == 2
+    for errors in results:
         assert set(errors) == {"1f1b", "zero_bubble"}
         assert max(errors.values()) <= 5e-6, errors

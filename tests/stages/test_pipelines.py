@@ -45,13 +45,13 @@ def one_device():
     return stepped(program_of(8), {"data": 1})
 
 
-def assert_same(found, wanted):
-    for part, expected in zip(found[:2], wanted[:2], strict=True):
+def assert_same(actual, reference):
+    for part, expected in zip(actual[:2], reference[:2], strict=True):
         assert part.keys() == expected.keys()
         largest = max(np.abs(values).max() for values in expected.values())
         for path, values in expected.items():
             assert np.abs(part[path] - values).max() <= TOLERANCE * largest, path
-    assert found[2] == pytest.approx(wanted[2], rel=1e-5)
+    assert actual[2] == pytest.approx(reference[2], rel=1e-5)
 
 
 SPLIT = {"qkv": [None, "model"], "up": [None, "model"], "down": ["model", None]}
@@ -134,8 +134,8 @@ def test_wide_blocks_beside_a_model_axis_have_the_numbers_of_one_device(monkeypa
     """
     monkeypatch.setattr(small_transformer, "WIDTH", 256)
     mesh = {"stage": 2, "model": 2}
-    found = stepped(program_of(2), mesh, piped("gpipe", 2), SPLIT)
-    assert_same(found, stepped(program_of(2), {"data": 1}))
+    result = stepped(program_of(2), mesh, piped("gpipe", 2), SPLIT)
+    assert_same(result, stepped(program_of(2), {"data": 1}))
 
 
 def test_tied_embeddings_get_the_gradients_of_both_ends():
@@ -178,12 +178,12 @@ def test_a_checkpoint_of_four_stages_goes_on_as_any_other_number(tmp_path):
     trained(trainer({"stage": 4}, piped()), 1)
     trained(trainer({"stage": 8}, piped("gpipe", 8)), 2)
     trained(trainer({"stage": 2, "data": 2, "model": 2}, piped(), SPLIT), 3)
-    found = trained(trainer({"data": 4}, zero=1), 4)
+    result = trained(trainer({"data": 4}, zero=1), 4)
     plain = trainer({"data": 1})
-    wanted, _ = plain.train(plain.init(), [batch_of()] * 4)
-    for part, values in zip(("params", "slots"), (wanted.params, wanted.slots), strict=True):
+    reference, _ = plain.train(plain.init(), [batch_of()] * 4)
+    for part, values in zip(("params", "slots"), (reference.params, reference.slots), strict=True):
         for path, expected in values.items():
-            np.testing.assert_allclose(getattr(found, part)[path], expected, atol=1e-5)
+            np.testing.assert_allclose(getattr(result, part)[path], expected, atol=1e-5)
 
 
 # Keras
@@ -208,18 +208,18 @@ def fitted(strategy, rows=ROWS, **more):
 
 @pytest.mark.full
 def test_an_unchanged_keras_transformer_trains_by_stages():
-    plain, wanted = fitted(mw.DataParallel(mesh_of({"data": 1}), batch="data"))
+    plain, expected = fitted(mw.DataParallel(mesh_of({"data": 1}), batch="data"))
     mesh = mesh_of({"stage": 4, "data": 2})
     strategy = mw.Sharded(
         mesh, batch="data", unmatched="replicate", pipeline=mw.Pipeline("stage", 4)
     )
-    model, found = fitted(strategy)
-    assert found == {name: pytest.approx(values, rel=1e-5) for name, values in wanted.items()}
+    model, actual = fitted(strategy)
+    assert actual == {name: pytest.approx(values, rel=1e-5) for name, values in expected.items()}
     for one, other in zip(model.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     batch = batch_of()
     measured = strategy.evaluate(model, batch["x"], batch["y"], verbose=0, return_dict=True)
-    assert measured["loss"] < found["loss"][-1]
+    assert measured["loss"] < actual["loss"][-1]
 
 
 @pytest.mark.full
@@ -235,27 +235,27 @@ def test_a_smaller_last_batch_counts_as_it_does_without_stages():
         rf"a batch of 6 rows .* micro_batches=4 over 2 pieces of the batch: its step takes no "
         rf"stages. .* {bytes_text(nbytes)}\. If that is too much, leave the last rows of the data"
     )
-    with pytest.warns(mw.MeshwrightWarning, match=message) as said:
-        found = trained({"stage": 2, "data": 2}, piped())
-    assert len(said) == 1
-    wanted = trained({"data": 2})
-    for path, values in wanted.items():
-        np.testing.assert_allclose(found[path], values, atol=1e-6)
+    with pytest.warns(mw.MeshwrightWarning, match=message) as warned:
+        result = trained({"stage": 2, "data": 2}, piped())
+    assert len(warned) == 1
+    expected = trained({"data": 2})
+    for path, values in expected.items():
+        np.testing.assert_allclose(result[path], values, atol=1e-6)
 
 
 @pytest.mark.full
 def test_dropout_draws_what_accumulated_micro_batches_draw():
     """Seeds count on from micro-batch to micro-batch, on whatever stage a block is."""
     one = mw.DataParallel(mesh_of({"data": 1}), batch="data", accumulate=4)
-    plain, wanted = fitted(one, rows=ROWS // 4, blocks=2, dropout=0.5)
+    plain, expected = fitted(one, rows=ROWS // 4, blocks=2, dropout=0.5)
     strategy = mw.Sharded(
         mesh_of({"stage": 2, "data": 2}),
         batch="data",
         unmatched="replicate",
         pipeline=mw.Pipeline("stage", 4),
     )
-    model, found = fitted(strategy, blocks=2, dropout=0.5)
-    assert found == {name: pytest.approx(values, rel=1e-5) for name, values in wanted.items()}
+    model, actual = fitted(strategy, blocks=2, dropout=0.5)
+    assert actual == {name: pytest.approx(values, rel=1e-5) for name, values in expected.items()}
     for one, other in zip(model.variables, plain.variables, strict=True):  # seeds among them
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-5)
 
@@ -352,7 +352,7 @@ def test_a_dry_run_a_measurement_and_the_check_take_the_pipeline():
     assert report.beside(measured).row("parameters").ratio == 1.0
     sums = [c for c in report.collectives if c.kind == "all-reduce" and c.axes == ("data",)]
     assert max(sums, key=lambda c: c.bytes_per_device).count == 1  # blocks' gradients: once a step
-    found = check(
+    result = check(
         lambda: (program, batch),
         {"stage": 2, "data": 2},
         batch="data",
@@ -360,7 +360,7 @@ def test_a_dry_run_a_measurement_and_the_check_take_the_pipeline():
         pipeline=mw.Pipeline("stage", 4),
         steps=2,
     )
-    assert found.equal, found
+    assert result.equal, result
 
 
 @pytest.mark.full

@@ -104,7 +104,7 @@ def test_a_loss_too_early_too_late_or_elsewhere_is_a_fault(stages, groups, data)
     schedule, repeats = data.draw(st.sampled_from([("gpipe", 1), ("1f1b", 1), ("circular", 3)]))
     table = table_of(schedule, stages, stages * groups, repeats, shares_loss=True)
     assert table.faults() == []
-    losses = [each for each in table.works() if each[2].kind == "loss"]
+    losses = [work for work in table.works() if work[2].kind == "loss"]
     tick, stage, work = data.draw(st.sampled_from(losses))
     rows = [[list(works) for works in row] for row in (*table.ticks, [()] * stages)]
     rows[tick][stage].remove(work)

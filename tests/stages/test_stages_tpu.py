@@ -34,9 +34,9 @@ def test_what_1f1b_keeps_of_small_weights_is_half_of_what_gpipe_keeps():
     mesh = {"stage": 4, "data": 2}
     ways = ("1f1b", 64), ("gpipe", 64)
     reports = [report(mesh, *how, "v5p:2x2x2") for how in ways]
-    for how, found in zip(ways, reports, strict=True):
-        assert_agree(report(mesh, *how, "v5p:2x2x2", compile=False), found)
-    many, gpipe = (found.memory.temporary_bytes for found in reports)
+    for how, result in zip(ways, reports, strict=True):
+        assert_agree(report(mesh, *how, "v5p:2x2x2", compile=False), result)
+    many, gpipe = (result.memory.temporary_bytes for result in reports)
     assert 2 * many <= gpipe
     assert_passes_run_during_transfers(reports[0].compiled.text)
 
@@ -63,6 +63,6 @@ def test_a_pipeline_compiles_beside_a_model_axis():
     layouts = {"up": [None, "model"], "down": ["model", None]}
     mesh = {"stage": 2, "data": 2, "model": 2}
     sizes = 2 * WIDTH, 2 * HIDDEN, TOKENS  # of smaller ones much lies in the chip's own memory
-    found = report(mesh, "1f1b", 4, "v5e:2x4", layouts, sizes=sizes)
-    assert_agree(report(mesh, "1f1b", 4, "v5e:2x4", layouts, False, sizes), found)
-    assert any(c.axes == ("model",) for c in found.collectives)
+    result = report(mesh, "1f1b", 4, "v5e:2x4", layouts, sizes=sizes)
+    assert_agree(report(mesh, "1f1b", 4, "v5e:2x4", layouts, False, sizes), result)
+    assert any(c.axes == ("model",) for c in result.collectives)

@@ -84,7 +84,7 @@ def test_a_plan_gives_every_pass_what_was_put_there_for_it(table, keeps_results)
     last = table.stages * table.repeats - 1
     sent = [None] * table.stages
     returned = [None] * table.stages
-    taken = []
+    record = []
     for tick in range(len(table.ticks)):
         out, back = [None] * table.stages, [None] * table.stages
         for stage in range(table.stages):
@@ -98,7 +98,7 @@ def test_a_plan_gives_every_pass_what_was_put_there_for_it(table, keeps_results)
                 inputs[stage][row.forward_slot] = x
                 out[stage] = x[0], x[1] + 1
                 gradients[stage][row.result_slot] = x if keeps_results else None
-                taken.append((tick, stage, Work("forward", row.forward, row.forward_repeat)))
+                record.append((tick, stage, Work("forward", row.forward, row.forward_repeat)))
             if row.backward != NOTHING:
                 depth = row.backward_repeat * table.stages + stage
                 assert inputs[stage][row.backward_slot] == (row.backward, depth)
@@ -106,19 +106,19 @@ def test_a_plan_gives_every_pass_what_was_put_there_for_it(table, keeps_results)
                     arrived = gradients[stage][row.gradient_slot]
                     assert arrived == (row.backward, min(depth + 1, last))
                 back[stage] = row.backward, depth
-                taken.append((tick, stage, Work("backward", row.backward, row.backward_repeat)))
+                record.append((tick, stage, Work("backward", row.backward, row.backward_repeat)))
                 if row.cut_slot != NOTHING:
                     cuts[stage][row.cut_slot] = row.backward, depth
                 elif table.splits_backward:
-                    taken.append((tick, stage, Work("weights", row.backward, row.backward_repeat)))
+                    record.append((tick, stage, Work("weights", row.backward, row.backward_repeat)))
             late = row.weights, row.weights_repeat, row.weights_slot, row.weights_cut_slot
             for micro, repeat, slot, cut_slot in zip(*late, strict=True):
                 if micro != NOTHING:
                     depth = repeat * table.stages + stage
                     assert inputs[stage][slot] == cuts[stage][cut_slot] == (micro, depth)
-                    taken.append((tick, stage, Work("weights", micro, repeat)))
+                    record.append((tick, stage, Work("weights", micro, repeat)))
         sent, returned = out, back
-    assert taken == list(table.works())
+    assert record == list(table.works())
 
 
 # What a user writes
@@ -128,8 +128,8 @@ def test_a_plan_gives_every_pass_what_was_put_there_for_it(table, keeps_results)
 def test_what_a_circular_schedule_keeps_does_not_grow_with_micro_batches(stages, repeats):
     for times in (2, 4, 16):
         table = table_of("circular", stages, times * stages, repeats)
-        kept = tuple((repeats + 1) * stages - 1 - 2 * stage for stage in range(stages))
-        assert table.in_flight == kept
+        live = tuple((repeats + 1) * stages - 1 - 2 * stage for stage in range(stages))
+        assert table.in_flight == live
 
 
 def test_all_invalid_choices_are_listed():

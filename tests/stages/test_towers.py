@@ -72,10 +72,10 @@ def test_towers_beside_a_data_axis_have_the_gradients_of_one_device(
         state, logs = trainer.step(trainer.init(), trainer.put(pairs()))
         return jax.tree.map(np.asarray, trainer.unpadded(state)), float(logs["loss"])
 
-    wanted, expected_loss = stepped({"data": 1})
-    found, found_loss = stepped({"branch": 2, "data": 2}, mw.Branches("branch"))
+    expected, expected_loss = stepped({"data": 1})
+    actual, found_loss = stepped({"branch": 2, "data": 2}, mw.Branches("branch"))
     assert found_loss == pytest.approx(expected_loss, rel=1e-5)
-    for part, values in zip(found, wanted, strict=True):
+    for part, values in zip(actual, expected, strict=True):
         largest = max((np.abs(value).max() for value in values.values()), default=0.0)
         for path, value in values.items():
             assert np.abs(part[path] - value).max() <= TOLERANCE * largest, path
@@ -128,8 +128,8 @@ def test_towers_of_layers_train_as_on_one_device(shares: bool) -> None:
         )
         return model.get_weights(), history.history
 
-    wanted, logs = fitted(mw.DataParallel(mesh_of({"data": 1}), batch="data"))
-    found, found_logs = fitted(
+    expected, logs = fitted(mw.DataParallel(mesh_of({"data": 1}), batch="data"))
+    actual, found_logs = fitted(
         mw.Sharded(
             mesh_of({"branch": 2, "data": 2}),
             batch="data",
@@ -138,5 +138,5 @@ def test_towers_of_layers_train_as_on_one_device(shares: bool) -> None:
         )
     )
     assert found_logs == {name: pytest.approx(values, rel=1e-5) for name, values in logs.items()}
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)

@@ -49,9 +49,9 @@ def unet_loss(params: Any, batch: Any) -> Any:
     deep = jnp.tanh(conv(middle, params["deep"])) + middle
     up = jnp.repeat(jnp.repeat(deep, 2, 1), 2, 2)
     x = jnp.tanh(conv(jnp.concatenate([up, down], -1), params["up"]))
-    found = conv(x, params["head"]) * params["scale"]
+    result = conv(x, params["head"]) * params["scale"]
     penalty = sum((kernel**2).sum() for kernel in jax.tree.leaves(params))
-    return ((found - batch["y"]) ** 2).mean() + 1e-2 * penalty
+    return ((result - batch["y"]) ** 2).mean() + 1e-2 * penalty
 
 
 def unet(optimizer: Any = KEEPS_GRADIENTS) -> mw.Program:
@@ -77,9 +77,9 @@ def stepped(
     return jax.tree.map(np.asarray, trainer.unpadded(state)), float(logs["loss"])
 
 
-def assert_same(found: tuple[Any, float], wanted: tuple[Any, float]) -> None:
-    assert found[1] == pytest.approx(wanted[1], rel=1e-5)
-    for part, expected in zip(found[0], wanted[0], strict=True):
+def assert_same(actual: tuple[Any, float], reference: tuple[Any, float]) -> None:
+    assert actual[1] == pytest.approx(reference[1], rel=1e-5)
+    for part, expected in zip(actual[0], reference[0], strict=True):
         largest = max((np.abs(values).max() for values in expected.values()), default=0.0)
         for path, values in expected.items():
             assert np.abs(part[path] - values).max() <= TOLERANCE * largest, path
@@ -119,12 +119,12 @@ def test_a_checkpoint_goes_on_as_other_stages_and_as_none(tmp_path: Any) -> None
 
     trained({"stage": 4}, mw.Pipeline("stage", 4), 1)
     trained({"stage": 2, "data": 2}, mw.Pipeline("stage", 2, "gpipe", cuts=["up"]), 2)
-    found = trained({"data": 2}, None, 3)
+    result = trained({"data": 2}, None, 3)
     alone = mw.Trainer(unet(), mw.Placement.of(mesh_of({"data": 1}), batch="data"))
-    wanted, _ = alone.train(alone.init(), [images()] * 3)
-    for part, values in (("params", wanted.params), ("slots", wanted.slots)):
+    reference, _ = alone.train(alone.init(), [images()] * 3)
+    for part, values in (("params", reference.params), ("slots", reference.slots)):
         for path, expected in values.items():
-            np.testing.assert_allclose(getattr(found, part)[path], expected, atol=1e-5)
+            np.testing.assert_allclose(getattr(result, part)[path], expected, atol=1e-5)
 
 
 @pytest.mark.full
@@ -141,14 +141,14 @@ def test_strided_depthwise_convolutions_beside_a_batch_axis_have_the_gradients_o
             x, params["deep"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
             feature_group_count=4,
         )  # fmt: skip
-        found = conv(jax.nn.silu(x), params["out"])
-        return ((found - batch["y"][:, ::2, ::2]) ** 2).mean()
+        result = conv(jax.nn.silu(x), params["out"])
+        return ((result - batch["y"][:, ::2, ::2]) ** 2).mean()
 
     def program() -> mw.Program:
         return mw.jax_program(loss, params, KEEPS_GRADIENTS, batch=images())
 
-    found = stepped(program(), {"stage": 2, "data": 2}, mw.Pipeline("stage", 2))
-    assert_same(found, stepped(program(), {"data": 1}))
+    result = stepped(program(), {"stage": 2, "data": 2}, mw.Pipeline("stage", 2))
+    assert_same(result, stepped(program(), {"data": 1}))
 
 
 def test_each_stage_holds_its_own_weights_in_its_row_alone() -> None:
@@ -264,7 +264,7 @@ def fitted(strategy: mw.Sharded, rows: int) -> tuple[keras.Model, dict[str, list
 
 @pytest.mark.full
 def test_batch_statistics_are_those_of_micro_batches_as_where_gradients_accumulate() -> None:
-    plain, wanted = fitted(
+    plain, expected = fitted(
         mw.DataParallel(mesh_of({"data": 1}), batch="data", accumulate=4), rows=2
     )
     strategy = mw.Sharded(
@@ -273,8 +273,8 @@ def test_batch_statistics_are_those_of_micro_batches_as_where_gradients_accumula
         unmatched="replicate",
         pipeline=mw.Pipeline("stage", 4),
     )
-    model, found = fitted(strategy, rows=8)
-    assert found == {name: pytest.approx(values, rel=1e-5) for name, values in wanted.items()}
+    model, actual = fitted(strategy, rows=8)
+    assert actual == {name: pytest.approx(values, rel=1e-5) for name, values in expected.items()}
     for one, other in zip(model.variables, plain.variables, strict=True):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=2e-5, err_msg=one.path)
     (note,) = [note for note in strategy.explain(model).notes if "micro_batches=1" in note]
@@ -284,14 +284,14 @@ def test_batch_statistics_are_those_of_micro_batches_as_where_gradients_accumula
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:micro_batches=1 over 2 stages")
 def test_one_micro_batch_has_the_statistics_of_the_whole_batch() -> None:
-    plain, wanted = fitted(mw.DataParallel(mesh_of({"data": 1}), batch="data"), rows=8)
+    plain, expected = fitted(mw.DataParallel(mesh_of({"data": 1}), batch="data"), rows=8)
     pipeline = mw.Pipeline("stage", 1)
     mesh = mesh_of({"stage": 2})
     strategy = mw.Sharded(mesh, batch=None, unmatched="replicate", pipeline=pipeline)
-    model, found = fitted(strategy, rows=8)
+    model, actual = fitted(strategy, rows=8)
     notes = strategy.explain(model).notes
     assert not any("micro_batches=1" in note for note in notes)
-    assert found == {name: pytest.approx(values, rel=1e-5) for name, values in wanted.items()}
+    assert actual == {name: pytest.approx(values, rel=1e-5) for name, values in expected.items()}
     for one, other in zip(model.variables, plain.variables, strict=True):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=2e-5, err_msg=one.path)
 
@@ -303,9 +303,9 @@ def test_stages_that_share_all_weights_have_the_gradients_of_one_device() -> Non
 
     params = {"w": np.random.default_rng(1).normal(size=[2, 4]).astype("float32")}
     program = mw.jax_program(loss, params, KEEPS_GRADIENTS, batch=images())
-    found = stepped(program, {"stage": 2, "data": 2}, mw.Pipeline("stage", 2))
+    result = stepped(program, {"stage": 2, "data": 2}, mw.Pipeline("stage", 2))
     one = mw.jax_program(loss, params, KEEPS_GRADIENTS, batch=images())
-    assert_same(found, stepped(one, {"data": 1}))
+    assert_same(result, stepped(one, {"data": 1}))
 
 
 def test_rows_are_gathered_once_and_not_for_each_of_their_arrays() -> None:

@@ -94,7 +94,7 @@ def test_only_one_exchange_of_gradients_and_parameters_is_compiled() -> None:
 
 @pytest.mark.full
 def test_keras_models_train_resume_and_keep_the_outer_momentum(tmp_path: Any) -> None:
-    def made() -> tuple[Any, Any]:
+    def build() -> tuple[Any, Any]:
         keras.utils.set_random_seed(3)
         strategy = mw.DataParallel(mw.create_mesh({"batch": 8}), local=mw.DiLoCo(2))
         with strategy.scope():
@@ -112,12 +112,12 @@ def test_keras_models_train_resume_and_keep_the_outer_momentum(tmp_path: Any) ->
 
     x, y = (np.concatenate(part) for part in zip(*BATCHES, strict=True))
     how = {"batch_size": 16, "verbose": 0, "shuffle": False}
-    strategy, whole = made()
+    strategy, whole = build()
     first = strategy.fit(whole, x, y, epochs=4, **how).history
     assert first["loss"][-1] < first["loss"][0]
-    strategy, half = made()
+    strategy, half = build()
     strategy.fit(half, x, y, epochs=2, checkpoint=tmp_path, **how)
-    strategy, resumed = made()
+    strategy, resumed = build()
     again = strategy.fit(resumed, x, y, epochs=4, checkpoint=tmp_path, **how).history
     np.testing.assert_allclose(again["loss"][-2:], first["loss"][-2:], rtol=1e-6)
     assert sum("outer_momentum" in v.path for v in resumed.optimizer.variables) == 6

@@ -93,10 +93,10 @@ def test_a_parameter_and_its_slots_are_stored_padded() -> None:
     kernel = info()
     slot = ParamInfo("m", ("m",), (64, 10), "float32", 4, "slot", "output/kernel")
     placed = Placement.of(MESH, {"output": COLUMNS}).place([kernel, slot])
-    for each in placed:
-        assert each.stored_dims == (64, 12)
-        assert each.bytes_per_device == 64 * 3 * 4
-        assert each.unpadded == mw.Layout([None, None], MESH)
+    for variable in placed:
+        assert variable.stored_dims == (64, 12)
+        assert variable.bytes_per_device == 64 * 3 * 4
+        assert variable.unpadded == mw.Layout([None, None], MESH)
     assert placed[0].reason == "layout 'output', stored as 64x12"
 
 
@@ -141,9 +141,9 @@ def test_batches_and_activations_are_not_padded_by_layouts() -> None:
 
 
 def test_a_layer_and_a_rule_that_differ_in_padding_contradict_each_other() -> None:
-    asked = ParamInfo("a/kernel", ("a/kernel",), (64, 10), "f", 4, asked=mw.Layout([None, "model"]))
+    info = ParamInfo("a/kernel", ("a/kernel",), (64, 10), "f", 4, asked=mw.Layout([None, "model"]))
     with pytest.raises(PlacementError, match="laid out twice"):
-        Placement.of(MESH, {"a/kernel": COLUMNS}).place([asked])
+        Placement.of(MESH, {"a/kernel": COLUMNS}).place([info])
 
 
 # What a step stores
@@ -166,10 +166,10 @@ def test_the_gradient_of_a_padded_array_is_stored_with_zeros() -> None:
     mesh = mw.create_mesh(dict(MESH.axes))
     kernel = Stored((6, 10), COLUMNS.on(mesh), COLUMNS.on(mesh))
     padded = jax.jit(kernel.pad)(jnp.ones([6, 10]))
-    found = jax.jit(jax.grad(lambda k: (kernel.take(k) ** 3).sum()))(padded)
-    assert found.sharding.shard_shape(found.shape) == (6, 3)
-    assert np.array_equal(np.asarray(found)[:, :10], np.full([6, 10], 3.0))
-    assert not np.asarray(found)[:, 10:].any()
+    gradient = jax.jit(jax.grad(lambda k: (kernel.take(k) ** 3).sum()))(padded)
+    assert gradient.sharding.shard_shape(gradient.shape) == (6, 3)
+    assert np.array_equal(np.asarray(gradient)[:, :10], np.full([6, 10], 3.0))
+    assert not np.asarray(gradient)[:, 10:].any()
 
 
 def test_nothing_is_stored_otherwise_where_nothing_is_padded() -> None:

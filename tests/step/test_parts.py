@@ -99,8 +99,8 @@ def test_parts_add_up_to_the_gradient(case: str, mesh: str, remat: bool) -> None
     assert parts["w"].sharding.shard_shape(parts["w"].shape) == (1, *w.shape)
     tolerance = 1e-2 if case == "narrow" else 1e-5
     np.testing.assert_allclose(value, expected, rtol=tolerance)
-    found = sum_parts(parts["w"], w.ndim)
-    np.testing.assert_allclose(found, grads["w"], rtol=tolerance, atol=tolerance / 100)
+    result = sum_parts(parts["w"], w.ndim)
+    np.testing.assert_allclose(result, grads["w"], rtol=tolerance, atol=tolerance / 100)
 
 
 @pytest.mark.parametrize("sums", [None, "float32"])
@@ -108,10 +108,10 @@ def test_narrow_parts_are_left_in_the_type_they_are_computed_in(sums: str | None
     gradient, w, x = gradient_of("narrow")
     mesh, axes = MESHES["batch"]
     taken = gradient if sums is None else summed_in(gradient, sums)
-    found = in_parts(taken, Pieces(mesh.jax_mesh, axes, ROWS, narrow=True))(w, x)[1]["w"]
-    assert found.dtype == (sums or "bfloat16")
+    result = in_parts(taken, Pieces(mesh.jax_mesh, axes, ROWS, narrow=True))(w, x)[1]["w"]
+    assert result.dtype == (sums or "bfloat16")
     expected = gradient(w, x)[1]["w"]
-    np.testing.assert_allclose(found.astype("float32").sum(0), expected, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(result.astype("float32").sum(0), expected, rtol=1e-2, atol=1e-3)
 
 
 def test_what_is_computed_after_a_widening_is_computed_wide() -> None:
@@ -122,9 +122,9 @@ def test_what_is_computed_after_a_widening_is_computed_wide() -> None:
     def function(x: Any) -> Any:
         return (), {"sum": x.sum(0, dtype="bfloat16").astype("float32").sum(1)}
 
-    found = in_parts(function, Pieces(mesh.jax_mesh, axes, ROWS, narrow=True))(x)[1]["sum"]
-    assert found.dtype == "float32"
-    assert found.sum(0).tolist() == [300 * ROWS] * 2
+    result = in_parts(function, Pieces(mesh.jax_mesh, axes, ROWS, narrow=True))(x)[1]["sum"]
+    assert result.dtype == "float32"
+    assert result.sum(0).tolist() == [300 * ROWS] * 2
 
 
 def gradient_loss(case: str, w: Any, x: Any) -> Any:
@@ -143,8 +143,8 @@ def test_what_is_no_sum_over_rows_comes_back_as_it_is() -> None:
         return total + row, None
 
     args = normal(5), normal(ROWS, 5)
-    found, expected = in_parts(function, pieces)(*args), function(*args)
-    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
+    result, expected = in_parts(function, pieces)(*args), function(*args)
+    assert jax.tree.map(jnp.shape, result) == jax.tree.map(jnp.shape, expected)
 
 
 def test_rows_that_do_not_divide_are_left_alone() -> None:
@@ -177,9 +177,9 @@ def test_rows_may_be_kept_and_summed_together(case: str, mesh: str) -> None:
         for x in xs:
             gathered = gathered.plus(in_parts(gradient, pieces)(w, x)[1]["w"])
         assert len(gathered.unsummed) == 3
-        return sum(sum_parts(each, w.ndim) for each in gathered.totals())
+        return sum(sum_parts(total, w.ndim) for total in gathered.totals())
 
-    expected = sum(gradient(w, each)[1]["w"] for each in x)
+    expected = sum(gradient(w, rows)[1]["w"] for rows in x)
     np.testing.assert_allclose(jax.jit(total)(w, x), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -216,8 +216,10 @@ def reduced_elements(
     step = jax.jit(strategy.train_step(model, (x, np.zeros([len(x), 10], "float32"))))
     with accumulating_in(way):
         text = step.lower(strategy.state(model), taken).compile().as_text()
-    found = read_collectives(text, (("batch", 8),))
-    total = sum(each.elements * each.count for each in found if each.reduces)
+    collectives = read_collectives(text, (("batch", 8),))
+    total = sum(
+        collective.elements * collective.count for collective in collectives if collective.reduces
+    )
     return total, model.count_params()
 
 
@@ -259,8 +261,12 @@ def test_a_gradient_is_scattered_as_it_lies_along_other_axes(split: str, zero: i
     program = mw.jax_program(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, optax.sgd(0.1))
     placement = mw.Placement.of(mw.Mesh({"batch": 2, "model": 4}), {"w": specs}, zero=zero)
     step = abstract_step(program, jax.ShapeDtypeStruct((ROWS, rows), "float32"), placement)
-    large = [each for each in compile_abstract(step, "cpu:8").collectives if each.elements > 2048]
-    found = {each.kind: (each.axes, each.elements) for each in large}
-    assert found["reduce-scatter"] == (("batch",), rows * 256 // 4)
-    assert found["all-gather"] == (("batch",), rows * 256 // 4)  # of the new value
-    assert len(found) == len(large) == 2
+    large = [
+        collective
+        for collective in compile_abstract(step, "cpu:8").collectives
+        if collective.elements > 2048
+    ]
+    results = {collective.kind: (collective.axes, collective.elements) for collective in large}
+    assert results["reduce-scatter"] == (("batch",), rows * 256 // 4)
+    assert results["all-gather"] == (("batch",), rows * 256 // 4)  # of the new value
+    assert len(results) == len(large) == 2

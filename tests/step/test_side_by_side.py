@@ -60,14 +60,14 @@ def test_statistics_within_a_micro_batch_stay_its_own() -> None:
     )
     placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
     batches = [np.full([8], value, "float32") for value in (1.0, 2.0, 3.0, 4.0)]
-    found = {}
+    results = {}
     for way in ("side by side", "written out", "in a loop"):
         trainer = mw.Trainer(program, placement, mw.StepOptions(accumulate=4))
         with accumulating_in(way):
             state, logs = trainer.step(trainer.init(), tuple(map(trainer.put, batches)))
-        found[way] = float(state.params["w"]), float(logs["loss"])
+        results[way] = float(state.params["w"]), float(logs["loss"])
     gradient = np.mean([2 * value**2 for value in (1, 2, 3, 4)])
-    for numbers in found.values():
+    for numbers in results.values():
         np.testing.assert_allclose(numbers, (1 - 0.1 * gradient, 7.5), rtol=1e-6)
 
 

@@ -71,7 +71,7 @@ def errors(mesh: mw.Mesh, cases: list[Case], wrap: bool = True) -> list[float]:
     ]
     values = [(case.kernel, case.x) for case in cases]
     losses = [case.loss for case in cases]
-    held = [guard(f, lay) for f, lay in zip(losses, laid, strict=True)] if wrap else losses
+    guarded = [guard(f, lay) for f, lay in zip(losses, laid, strict=True)] if wrap else losses
 
     def gradients(functions: list[Any]) -> Any:
         return jax.jit(
@@ -83,7 +83,7 @@ def errors(mesh: mw.Mesh, cases: list[Case], wrap: bool = True) -> list[float]:
         tuple(jax.device_put(v, lay.sharding) for v, lay in zip(pair, lays, strict=True))
         for pair, lays in zip(values, laid, strict=True)
     ]
-    received = gradients(held)(placed)
+    received = gradients(guarded)(placed)
     return [
         max(
             float(np.max(np.abs(np.asarray(a) - np.asarray(b))) / (np.max(np.abs(b)) + 1e-30))
@@ -222,7 +222,8 @@ def test_control_flow_and_derivatives_by_hand_are_guarded(two_by_four: mw.Mesh) 
 
     by_hand = jax.custom_vjp(filtered)
     by_hand.defvjp(
-        lambda k, x: (filtered(k, x), (k, x)), lambda kept, dy: jax.vjp(filtered, *kept)[1](dy)
+        lambda k, x: (filtered(k, x), (k, x)),
+        lambda residuals, dy: jax.vjp(filtered, *residuals)[1](dy),
     )
 
     def scanned(k: Any, x: Any) -> Any:
@@ -269,8 +270,8 @@ def test_even_images_exchange_rows_and_are_never_gathered(cube: mw.Mesh) -> None
         y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
         return total(conv(y, k))
 
-    held = guard(loss, (None, layout))
-    text = jax.jit(jax.grad(held)).lower(kernel_of("full"), x).compile().as_text()
+    guarded = guard(loss, (None, layout))
+    text = jax.jit(jax.grad(guarded)).lower(kernel_of("full"), x).compile().as_text()
     assert "collective-permute(" in text
     assert not re.search(r"= f32\[\d+,\d+,\d+,\d+\]\S* all-gather", text)
 
@@ -329,10 +330,10 @@ def test_trees_dtypes_and_weak_types_are_kept(two_by_four: mw.Mesh) -> None:
 
     args = (jnp.asarray(images(12)),)
     plain = jax.eval_shape(forward, *args, scale=2.0)
-    held = jax.eval_shape(guard(forward, (layout,)), *args, scale=2.0)
-    assert jax.tree.structure(plain) == jax.tree.structure(held)
+    shapes = jax.eval_shape(guard(forward, (layout,)), *args, scale=2.0)
+    assert jax.tree.structure(plain) == jax.tree.structure(shapes)
     assert [(v.shape, v.dtype) for v in jax.tree.leaves(plain)] == [
-        (v.shape, v.dtype) for v in jax.tree.leaves(held)
+        (v.shape, v.dtype) for v in jax.tree.leaves(shapes)
     ]
 
 
@@ -343,9 +344,9 @@ def test_uneven_ops_name_the_layer_the_sizes_and_the_axis(two_by_four: mw.Mesh) 
         with jax.named_scope("stem"):
             return pool(x, 2, 2)
 
-    (found,) = uneven_ops(forward, (layout,), jax.ShapeDtypeStruct((8, 12, 8, 4), "float32"))
-    assert (found.sizes, found.axes, found.pieces, found.dim) == ((6,), ("rows",), 4, 1)
-    assert str(found).startswith("stem/reduce_window_max: dim 1 (size 6) does not divide")
+    (op,) = uneven_ops(forward, (layout,), jax.ShapeDtypeStruct((8, 12, 8, 4), "float32"))
+    assert (op.sizes, op.axes, op.pieces, op.dim) == ((6,), ("rows",), 4, 1)
+    assert str(op).startswith("stem/reduce_window_max: dim 1 (size 6) does not divide")
 
 
 def test_layouts_on_no_mesh_are_refused() -> None:
@@ -360,17 +361,17 @@ def test_a_halo_holds_just_the_rows_that_windows_reach(size: int, stride: int, p
     rows = 16
     padding = ((size - 1) // 2, size // 2)
     results = (rows + sum(padding) - size) // stride + 1
-    found = halo(Window(size, stride, padding), rows, results, pieces)
-    assert isinstance(found, Halo)
+    margin = halo(Window(size, stride, padding), rows, results, pieces)
+    assert isinstance(margin, Halo)
     padded = np.pad(np.arange(rows), padding, constant_values=-1)
-    wanted = [padded[i * stride : i * stride + size] for i in range(results)]
-    own, made = rows // pieces, results // pieces
+    expected = [padded[i * stride : i * stride + size] for i in range(results)]
+    own, rows_out = rows // pieces, results // pieces
     for i in range(pieces):
-        start = i * own - found.left + found.first + i * found.slope
-        held = [r if 0 <= r < rows else -1 for r in range(start, start + found.rows)]
-        for j in range(made):
-            window = held[j * stride : j * stride + size]
-            np.testing.assert_array_equal(window, wanted[i * made + j])
+        start = i * own - margin.left + margin.first + i * margin.slope
+        rows_held = [r if 0 <= r < rows else -1 for r in range(start, start + margin.rows)]
+        for j in range(rows_out):
+            window = rows_held[j * stride : j * stride + size]
+            np.testing.assert_array_equal(window, expected[i * rows_out + j])
 
 
 def test_there_is_no_halo_where_sizes_do_not_divide() -> None:

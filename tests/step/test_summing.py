@@ -39,8 +39,8 @@ def trainer(axes: Any = None, batch: Any = "batch", **how: Any) -> mw.Trainer:
 
 
 def trained(**options: Any) -> dict[str, np.ndarray]:
-    made = trainer(**options)
-    state, _ = made.train(made.init(), BATCHES)
+    job = trainer(**options)
+    state, _ = job.train(job.init(), BATCHES)
     return {name: np.asarray(value) for name, value in state.params.items()}
 
 
@@ -84,33 +84,33 @@ def test_micro_batches_are_summed_once_as_one_vector(by_xla: Any) -> None:
     plain, flat = trained(accumulate=2), trained(accumulate=2, sums=mw.GradientSum())
     for name in plain:
         np.testing.assert_allclose(flat[name], plain[name], atol=1e-6)
-    made = trainer(accumulate=2, sums=mw.GradientSum())
-    sums = all_reduces(made, tuple(map(made.put, BATCHES[:2])))
+    job = trainer(accumulate=2, sums=mw.GradientSum())
+    sums = all_reduces(job, tuple(map(job.put, BATCHES[:2])))
     assert sums.count(ELEMENTS) == 1
 
 
 ELEMENTS = sum(value.size for value in PARAMS.values())
 
 
-def all_reduces(made: mw.Trainer, batch: Any) -> list[int]:
+def all_reduces(job: mw.Trainer, batch: Any) -> list[int]:
     """The elements of each array that the compiled step sums over devices."""
-    text = made.step.lower(made.init(), batch).compile().as_text()
-    found = re.findall(r"= (\([^=]*?\)|\S+) all-reduce\(", text)
-    arrays = [dims for result in found for dims in re.findall(r"\w+\[([\d,]*)\]", result)]
+    text = job.step.lower(job.init(), batch).compile().as_text()
+    matches = re.findall(r"= (\([^=]*?\)|\S+) all-reduce\(", text)
+    arrays = [dims for result in matches for dims in re.findall(r"\w+\[([\d,]*)\]", result)]
     return [int(np.prod([int(size) for size in dims.split(",") if size])) for dims in arrays]
 
 
 def test_all_gradients_go_as_one_vector() -> None:
-    made = trainer(sums=mw.GradientSum())
-    assert [size for size in all_reduces(made, made.put(BATCHES[0])) if size > 1] == [ELEMENTS]
+    job = trainer(sums=mw.GradientSum())
+    assert [size for size in all_reduces(job, job.put(BATCHES[0])) if size > 1] == [ELEMENTS]
     apart = trainer()
     assert ELEMENTS not in all_reduces(apart, apart.put(BATCHES[0]))
 
 
 def test_half_as_many_bytes_travel() -> None:
-    made = trainer(sums=mw.GradientSum(wire="bfloat16"))
-    text = made.step.lower(made.init(), made.put(BATCHES[0])).compile().as_text()
-    assert max(all_reduces(made, made.put(BATCHES[0]))) == 1  # the loss
+    job = trainer(sums=mw.GradientSum(wire="bfloat16"))
+    text = job.step.lower(job.init(), job.put(BATCHES[0])).compile().as_text()
+    assert max(all_reduces(job, job.put(BATCHES[0]))) == 1  # the loss
     for kind in ("all-to-all", "all-gather"):
         assert re.search(rf"u16\[[^=]* {kind}\(", text)
 
@@ -210,16 +210,16 @@ COMPRESSIONS = [mw.PowerSGD(rank=2), mw.TopK(0.05)]
 def test_what_is_sent_and_what_is_left_are_the_whole_sum(how: Any) -> None:
     program = mw.jax_program(loss, PARAMS, optax.sgd(1 / 64))  # so that 64 moves are minus a sum
     placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
-    exact, made = (
+    exact, summed = (
         mw.Trainer(program, placement, mw.StepOptions(sums=sums))
         for sums in (mw.GradientSum(), mw.GradientSum(compress=how))
     )
-    state = made.init()
+    state = summed.init()
     before = host(state)
     for batch in BATCHES:
         here = exact.init()._replace(params={k: jnp.copy(v) for k, v in state.params.items()})
         whole, _ = exact.step(here, exact.put(batch))
-        state, _ = made.step(state, made.put(batch))
+        state, _ = summed.step(state, summed.put(batch))
         after = host(state)
         for name in PARAMS:
             gradient = 64 * (before[name] - np.asarray(whole.params[name]))
@@ -232,13 +232,13 @@ def test_what_is_sent_and_what_is_left_are_the_whole_sum(how: Any) -> None:
 
 def host(state: mw.TrainState) -> dict[str, np.ndarray]:
     """The parameters, and what all devices together have not sent of the gradient of each."""
-    found = {name: np.array(value) for name, value in state.params.items()}
+    results = {name: np.array(value) for name, value in state.params.items()}
     rows, at = np.asarray(state.slots[UNSENT]).sum(0), 0
     for name in sorted(PARAMS):
         size = PARAMS[name].size
-        found[f"{name} left"] = rows[at : at + size].reshape(SHAPES[name])
+        results[f"{name} left"] = rows[at : at + size].reshape(SHAPES[name])
         at += size
-    return found
+    return results
 
 
 @pytest.mark.parametrize("how", COMPRESSIONS, ids=str)
@@ -251,10 +251,10 @@ def test_training_with_compressed_sums_converges(how: Any) -> None:
 
     program = mw.jax_program(far, {"w": np.zeros([24, 16], "float32")}, optax.sgd(0.5))
     placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
-    made = mw.Trainer(program, placement, mw.StepOptions(sums=mw.GradientSum(compress=how)))
-    _, logs = made.train(made.init(), [x] * 400)
+    job = mw.Trainer(program, placement, mw.StepOptions(sums=mw.GradientSum(compress=how)))
+    _, logs = job.train(job.init(), [x] * 400)
     assert float(logs["loss"]) < 1e-3 * float(np.mean((x @ goal) ** 2))
-    assert max(all_reduces(made, made.put(x))) < 24 * 16 / 2
+    assert max(all_reduces(job, job.put(x))) < 24 * 16 / 2
 
 
 def test_what_is_not_sent_yet_goes_on_under_another_mesh(tmp_path: Path) -> None:
@@ -262,9 +262,9 @@ def test_what_is_not_sent_yet_goes_on_under_another_mesh(tmp_path: Path) -> None
         program = mw.jax_program(loss, PARAMS, optax.sgd(1 / 64))
         mesh = mw.create_mesh({"batch": devices}, devices=jax.devices()[:devices])
         how = mw.StepOptions(sums=mw.GradientSum(compress=mw.TopK(0.05)))
-        made = mw.Trainer(program, mw.Placement.of(mesh), how)
+        job = mw.Trainer(program, mw.Placement.of(mesh), how)
         with mw.Checkpoints(tmp_path) as checkpoints:
-            return made.train(made.init(), batches, checkpoints=checkpoints)[0]
+            return job.train(job.init(), batches, checkpoints=checkpoints)[0]
 
     eight = run(8, BATCHES)
     two = run(2, BATCHES)  # which begins and ends where the other did
@@ -288,10 +288,10 @@ def test_keras_models_keep_what_they_have_not_sent_in_their_optimizers(tmp_path:
         history = strategy.fit(model, x, x[:, :8], batch_size=32, **options)
         return history.history["loss"], model.optimizer.variables[-1]
 
-    first, kept = fit(8, 2)
-    assert kept.path.endswith(UNSENT)
-    assert kept.value.addressable_data(0).shape[0] == 1  # each device holds its own row
-    losses, kept = fit(4, 5)
-    assert kept.shape[0] == 4
+    first, summed = fit(8, 2)
+    assert summed.path.endswith(UNSENT)
+    assert summed.value.addressable_data(0).shape[0] == 1  # each device holds its own row
+    losses, summed = fit(4, 5)
+    assert summed.shape[0] == 4
     assert losses[:2] == first
     assert losses[-1] < 0.9 * first[-1]

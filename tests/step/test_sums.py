@@ -42,7 +42,7 @@ def types_added(function: Any, params: Any, x: Any) -> set[str]:
     """The types that products, convolutions and sums yield on the way to the results."""
     jaxpr = jax.make_jaxpr(function)(params, x).jaxpr
     makes = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    found = set()
+    result = set()
     for var in jaxpr.outvars:
         while makes[var].primitive.name not in (
             "dot_general",
@@ -50,8 +50,8 @@ def types_added(function: Any, params: Any, x: Any) -> set[str]:
             "reduce_sum",
         ):
             var = makes[var].invars[0]
-        found.add(str(var.aval.dtype))
-    return found
+        result.add(str(var.aval.dtype))
+    return result
 
 
 @pytest.mark.parametrize("case", CASES)

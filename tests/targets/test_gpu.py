@@ -94,8 +94,8 @@ def test_without_the_compiler_the_error_has_the_one_command(monkeypatch):
 
 
 def program(call: str, *arguments: str) -> str:
-    given = "\n".join(f"  %p{i} = {a} parameter({i})" for i, a in enumerate(arguments))
-    return f"HloModule m, is_scheduled=true\n\nENTRY %main () -> f32[] {{\n{given}\n  {call}\n}}\n"
+    params = "\n".join(f"  %p{i} = {a} parameter({i})" for i, a in enumerate(arguments))
+    return f"HloModule m, is_scheduled=true\n\nENTRY %main () -> f32[] {{\n{params}\n  {call}\n}}\n"
 
 
 GEMM = (
@@ -116,10 +116,10 @@ def test_products_of_cublas_count_as_products(target):
         "lhs_contracting_dims={2}, rhs_contracting_dims={1}, operand_precision={highest,default}"
     )
     arguments = "f32[4,16,64]{2,1,0}", "f32[4,64,32]{2,1,0}"
-    library, own = (read_costs(program(each, *arguments)) for each in (call, plain))
+    library, own = (read_costs(program(function, *arguments)) for function in (call, plain))
     assert library.flops == own.flops == 2 * 4 * 16 * 64 * 32
     assert library.bytes == own.bytes  # what cuBLAS works in is not moved
-    assert [each.precision for each in library.operations] == ["highest"]
+    assert [operation.precision for operation in library.operations] == ["highest"]
     assert library.uncounted == ()
 
 
@@ -163,7 +163,7 @@ def test_what_the_compiler_runs_again_is_no_replicated_work():
 
     once, again = "dot.1.remat", "dot.1.remat2"
     costs = read_costs(program(f"{dot(once)}\n  ROOT {dot(again)}", "f32[8,8]{1,0}"))
-    assert [each.again for each in costs.operations] == [False, True]
+    assert [operation.again for operation in costs.operations] == [False, True]
     assert costs.flops == 2 * 2 * 8**3
     assert costs.replicated_share(8 * 2 * 8**3, 8) == 0
     assert Costs((Operation("a", "dot", "", flops=2.0),)).replicated_share(2.0, 2) == 0.5
@@ -196,55 +196,62 @@ def two_layers(target: str) -> DryRun:
 @needs_compiler
 @pytest.mark.parametrize("target", TARGETS)
 def test_collectives_are_those_of_the_closed_forms(compiler, target):
-    found = two_layers(target)
-    batch = dict(found.axes)["batch"]
+    report = two_layers(target)
+    batch = dict(report.axes)["batch"]
     moved = dict.fromkeys((("batch",), ("model",)), 0)
-    for each in found.collectives:
-        assert each.kind == "all-reduce"
-        assert each.count == 1
-        moved[each.axes] += each.bytes_per_step
+    for collective in report.collectives:
+        assert collective.kind == "all-reduce"
+        assert collective.count == 1
+        moved[collective.axes] += collective.bytes_per_step
     assert moved[("model",)] == 4 * ROWS // batch * IO  # the output, summed over the hidden dim
     assert moved[("batch",)] == 4 * (2 * IO * HIDDEN // 4 + 1)  # both gradients and the loss
     # XLA for GPUs puts the gradients together from end to end before it sums them.
-    named = {name for each in found.collectives for name in (*each.paths, *each.variables)}
+    named = {
+        name
+        for collective in report.collectives
+        for name in (*collective.paths, *collective.variables)
+    }
     assert {"w", "v"} <= {name.partition("/")[0] for name in named}
-    assert found.unexpected == ()
+    assert report.unexpected == ()
 
 
 @needs_compiler
 @pytest.mark.parametrize("target", TARGETS)
 def test_memory_is_exact_where_it_can_be(compiler, target):
-    found = two_layers(target)
-    batch = dict(found.axes)["batch"]
-    assert found.parameter_bytes == 4 * 2 * IO * HIDDEN // 4
-    assert found.slot_bytes == found.parameter_bytes + 8
-    assert found.memory.input_bytes == 2 * 4 * ROWS // batch * IO
-    assert found.memory.padding_bytes == 0
-    assert found.memory.argument_bytes == found.compiled.argument_bytes
-    assert found.memory.argument_bytes < found.peak_bytes
-    held = found.compiled.argument_bytes + found.compiled.temporary_bytes
-    assert found.peak_bytes <= held + found.compiled.output_bytes - found.compiled.donated_bytes
-    assert found.alive_bytes == pytest.approx(found.memory.temporary_bytes, rel=0.05)
-    assert found.fits is True
+    report = two_layers(target)
+    batch = dict(report.axes)["batch"]
+    assert report.parameter_bytes == 4 * 2 * IO * HIDDEN // 4
+    assert report.slot_bytes == report.parameter_bytes + 8
+    assert report.memory.input_bytes == 2 * 4 * ROWS // batch * IO
+    assert report.memory.padding_bytes == 0
+    assert report.memory.argument_bytes == report.compiled.argument_bytes
+    assert report.memory.argument_bytes < report.peak_bytes
+    total_bytes = report.compiled.argument_bytes + report.compiled.temporary_bytes
+    assert (
+        report.peak_bytes
+        <= total_bytes + report.compiled.output_bytes - report.compiled.donated_bytes
+    )
+    assert report.alive_bytes == pytest.approx(report.memory.temporary_bytes, rel=0.05)
+    assert report.fits is True
 
 
 @needs_compiler
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_report_is_printed_and_its_times_are_possible(compiler, target):
-    found = two_layers(target)
+    report = two_layers(target)
     hardware = hardware_of(target)
-    assert found.flops == (3 + 2) * 2 * ROWS * IO * HIDDEN / Target.of(target).num_devices
-    assert found.compiled.text.startswith("HloModule")
-    assert parse(found.compiled.text).is_scheduled
-    assert found.notes == (gpu.NOT_TUNED,)
-    text = str(found)
+    assert report.flops == (3 + 2) * 2 * ROWS * IO * HIDDEN / Target.of(target).num_devices
+    assert report.compiled.text.startswith("HloModule")
+    assert parse(report.compiled.text).is_scheduled
+    assert report.notes == (gpu.NOT_TUNED,)
+    text = str(report)
     assert "could not autotune" in text
     assert text.startswith(f"two on {target} (batch=")
     assert f"{hardware.memory_bytes:,}" in text
-    assert found.estimate.missing == ()
-    assert found.step_time_s >= found.flops / hardware.peak("tensorfloat32")
-    assert 0 < found.mfu < 1
-    assert found.estimate.replicated_share == pytest.approx(0, abs=1e-9)
+    assert report.estimate.missing == ()
+    assert report.step_time_s >= report.flops / hardware.peak("tensorfloat32")
+    assert 0 < report.mfu < 1
+    assert report.estimate.replicated_share == pytest.approx(0, abs=1e-9)
 
 
 @needs_compiler
@@ -254,14 +261,16 @@ def test_zero_3_gathers_parameters_and_scatters_gradients(compiler):
         model = keras.Sequential([keras.Input([1024]), *hidden])
         model.compile("adam", "mse")
     strategy = mw.DataParallel(mw.Mesh({"batch": 8}), zero=3)
-    found = dry_run(model, (shapes(64, 1024),) * 2, strategy=strategy, target="h100:8")
+    report = dry_run(model, (shapes(64, 1024),) * 2, strategy=strategy, target="h100:8")
     kernels = {f"dense_{i}/kernel" for i in range(3)}
-    gathers = [each for each in found.collectives if each.kind == "all-gather"]
-    assert {name for each in gathers for name in each.variables} == kernels
-    scatters = [each for each in found.collectives if each.kind == "reduce-scatter"]
-    assert sum(each.bytes_per_step for each in scatters) == 3 * 4 * 1024 * 1024
-    assert found.parameter_bytes == 3 * 4 * 1024 * 1024 // 8
-    assert found.unexpected == ()
+    gathers = [collective for collective in report.collectives if collective.kind == "all-gather"]
+    assert {name for gather in gathers for name in gather.variables} == kernels
+    scatters = [
+        collective for collective in report.collectives if collective.kind == "reduce-scatter"
+    ]
+    assert sum(scatter.bytes_per_step for scatter in scatters) == 3 * 4 * 1024 * 1024
+    assert report.parameter_bytes == 3 * 4 * 1024 * 1024 // 8
+    assert report.unexpected == ()
 
 
 @needs_compiler
@@ -281,7 +290,7 @@ def test_loops_are_multiplied_out(compiler, target):
     assert read_costs(step.text).unknown_loops == ()
     gathers = step.of_kind("all-gather")
     assert gathers
-    assert {each.count for each in gathers} == {12}
+    assert {gather.count for gather in gathers} == {12}
 
 
 @needs_compiler
@@ -299,9 +308,11 @@ def test_a_block_that_is_computed_again_is_left_with_its_gradients(compiler, zer
     program = mw.jax_program(loss, weights, optax.sgd(0.1))
     placement = mw.Placement.of(mw.Mesh({"batch": 8}), zero=zero)
     step = mw.Sharded.from_placement(placement, mw.StepOptions(remat="block"))
-    found = dry_run(program, shapes(rows, width), strategy=step, target="h100:8")
-    kept = 4 * rows // 8 * width  # of each block, on a device; a hidden layer is four of them
-    assert found.memory.temporary_bytes < (depth + 14) * kept  # 41 and 25 without
+    report = dry_run(program, shapes(rows, width), strategy=step, target="h100:8")
+    block_bytes = (
+        4 * rows // 8 * width
+    )  # of each block, on a device; a hidden layer is four of them
+    assert report.memory.temporary_bytes < (depth + 14) * block_bytes  # 41 and 25 without
 
 
 @needs_compiler
@@ -318,11 +329,11 @@ def test_convolutions_count_as_in_the_step_that_was_written(compiler):
         model.compile("sgd", "mse")
     batch = shapes(64, 64, 64, 32), shapes(64, 64)
     strategy = mw.DataParallel(mw.Mesh({"batch": 8}))
-    found = dry_run(model, batch, strategy=strategy, target="h100:8")
-    assert "__cudnn$conv" in found.compiled.text
+    report = dry_run(model, batch, strategy=strategy, target="h100:8")
+    assert "__cudnn$conv" in report.compiled.text
     first, second = 2 * 8 * 62 * 62 * 64 * 9 * 32, 2 * 8 * 30 * 30 * 64 * 9 * 64
-    assert found.flops == pytest.approx(2 * first + 3 * second, rel=0.02)
-    assert found.estimate.replicated_share == pytest.approx(0, abs=0.02)
+    assert report.flops == pytest.approx(2 * first + 3 * second, rel=0.02)
+    assert report.estimate.replicated_share == pytest.approx(0, abs=0.02)
 
 
 @needs_compiler
@@ -331,10 +342,10 @@ def test_a_step_too_large_for_a_gpu_is_told_by_the_figures(compiler):
     program = mw.jax_program(lambda p, x: jnp.sum(p["w"]) * jnp.sum(x), {"w": x}, _sgd())
     placement = mw.Placement.of(mw.Mesh({"batch": 8}), unmatched="replicate")
     small = jax.ShapeDtypeStruct((8, 1), "float32")
-    found = dry_run(program, small, strategy=placement, target="h100:8")
-    assert found.fits is False
-    assert found.memory.free_bytes < 0
-    assert "does not fit, by" in str(found)
+    report = dry_run(program, small, strategy=placement, target="h100:8")
+    assert report.fits is False
+    assert report.memory.free_bytes < 0
+    assert "does not fit, by" in str(report)
 
 
 def _sgd():
@@ -347,15 +358,15 @@ def test_what_was_compiled_is_kept_by_content(compiler, tmp_path, monkeypatch):
     lies = mw.Layout(["batch", None], mw.Mesh({"batch": 8})).sharding
     args = [jax.ShapeDtypeStruct((64, 128), "float32", sharding=lies)]
     first = compile_ahead(jax.jit(jnp.sum), args, "h100:8")
-    asked = []
+    options = []
     monkeypatch.setattr(
-        compiler_process, "_ask", lambda *which: asked.append(which) or {"error": "asked"}
+        compiler_process, "_ask", lambda *which: options.append(which) or {"error": "asked"}
     )
     assert compile_ahead(jax.jit(jnp.sum), args, "h100:8") == first
-    assert asked == []
+    assert options == []
     with pytest.raises(mw.CompileError, match="asked"):
         compile_ahead(jax.jit(jnp.sum), args, "a100:8")
-    assert len(asked) == 1
+    assert len(options) == 1
 
 
 # A Transformer
@@ -384,9 +395,9 @@ def test_the_flops_of_a_transformer_are_those_of_the_formula(compiler, target):
         model = transformer()
     batch = shapes(rows, LENGTH, dtype="int32"), shapes(rows, LENGTH, dtype="int32")
     strategy = mw.DataParallel(mw.Mesh({"batch": 8}))
-    found = dry_run(model, batch, strategy=strategy, target=target)
+    report = dry_run(model, batch, strategy=strategy, target=target)
     tokens = rows * LENGTH
     weights = BLOCKS * 12 * WIDTH**2 + WIDTH * VOCAB
     whole = 6 * tokens * weights + 12 * tokens * BLOCKS * LENGTH * WIDTH
-    assert 8 * found.flops == pytest.approx(whole, rel=0.02)
-    assert found.estimate.replicated_share == pytest.approx(0, abs=0.02)
+    assert 8 * report.flops == pytest.approx(whole, rel=0.02)
+    assert report.estimate.replicated_share == pytest.approx(0, abs=0.02)

@@ -16,12 +16,12 @@ GIB = 1 << 30
 
 def numbers_of(chip: Hardware) -> list[str]:
     plain = ("memory_bytes", "memory_bandwidth_bytes_per_s", "devices_per_node")
-    found = [name for name in plain if getattr(chip, name) is not None]
-    found += ["peak_flops_per_s"] if chip.peak_flops_per_s else []
+    results = [name for name in plain if getattr(chip, name) is not None]
+    results += ["peak_flops_per_s"] if chip.peak_flops_per_s else []
     for link in chip.links:
         known = [name for name in ("bytes_per_s", "latency_s") if getattr(link, name) is not None]
-        found += [f"links.{link.kind}.{name}" for name in known]
-    return found
+        results += [f"links.{link.kind}.{name}" for name in known]
+    return results
 
 
 @pytest.mark.parametrize("name", CHIPS)

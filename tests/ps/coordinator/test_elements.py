@@ -17,13 +17,13 @@ def run_to_the_end(source: ElementSource, length: int, choices, deaths) -> list[
     """Steps of one to three elements each, on workers by lot; the elements that were used."""
     used: list[int] = []
     dry: set[str] = set()
-    for step, (worker, wanted) in enumerate(choices):
+    for step, (worker, expected) in enumerate(choices):
         if step in deaths:  # a worker takes some, and dies
             source.ahead(step, worker)
             source.more(step, worker)
             source.freed(step)
         for name in [worker, *WORKERS]:
-            taken = take(source, step, name, wanted, length)
+            taken = take(source, step, name, expected, length)
             if taken or not source.passes_on:
                 break
             source.freed(step)
@@ -33,24 +33,24 @@ def run_to_the_end(source: ElementSource, length: int, choices, deaths) -> list[
     return used
 
 
-def take(source: ElementSource, step: int, worker: str, wanted: int, length: int) -> list[int]:
-    found = source.ahead(step, worker)
+def take(source: ElementSource, step: int, worker: str, expected: int, length: int) -> list[int]:
+    result = source.ahead(step, worker)
     missing = None
-    taken: list[int] = []
-    while len(taken) < wanted:
-        if not found:
-            found = source.more(step, worker, missing)
+    record: list[int] = []
+    while len(record) < expected:
+        if not result:
+            result = source.more(step, worker, missing)
             missing = None
-            if not found:
+            if not result:
                 break
-        index = found[0]
-        found = found[1:]
+        index = result[0]
+        result = result[1:]
         if source.sharding != "shared" and index >= length:
             missing = index
-            found = [one for one in found if one < index]
+            result = [one for one in result if one < index]
             continue
-        taken.append(index)
-    return taken
+        record.append(index)
+    return record
 
 
 CHOICES = st.lists(st.tuples(st.sampled_from(WORKERS), st.integers(0, 3)), max_size=30)
@@ -123,10 +123,10 @@ class Lane:
     def next(self) -> int | None:
         return next((step for step in self.steps if step not in self.ran), None)
 
-    def run(self, step: int, wanted: int) -> list[int]:
+    def run(self, step: int, expected: int) -> list[int]:
         attempt, ahead = self.steps[step]
         ahead, taken = ([] if self.left_some else list(ahead)), []
-        while len(taken) < wanted:
+        while len(taken) < expected:
             ahead = ahead or self.ask(step, attempt, len(taken))
             taken.append(ahead.pop(0))
         self.left_some = self.left_some or bool(ahead)
@@ -204,22 +204,22 @@ def test_steps_take_the_same_elements_again_and_one_worker_in_order(
 
 @pytest.mark.parametrize("make", [lambda: list("abcd"), lambda: iter("abcd")])
 def test_local_elements_are_found_in_any_order(make):
-    asked = iter([[2], [0], [3]])
-    elements = LocalElements("k", lambda key, missing: next(asked), make, passes_on=False)
+    requests = iter([[2], [0], [3]])
+    elements = LocalElements("k", lambda key, missing: next(requests), make, passes_on=False)
     assert [next(elements) for _ in range(3)] == ["c", "a", "d"]
 
 
 def test_the_end_is_told_with_its_index():
-    told = []
+    notices = []
 
     def more(key, missing):
-        told.append(missing)
+        notices.append(missing)
         return [4] if missing is None else []
 
     elements = LocalElements("k", more, lambda: "abcd", passes_on=False)
     with pytest.raises(StopIteration):
         next(elements)
-    assert told == [None, 4]
+    assert notices == [None, 4]
     assert elements.ran_dry
 
 

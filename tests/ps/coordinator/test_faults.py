@@ -38,8 +38,8 @@ def run_with_kills(workers: int, num_kills: int, seed: int, delay_s: float) -> d
             if coordinator.stats()["queued"] < 100:
                 totals.schedule(20)
             time.sleep(lots.random() * 0.2)
-            told = coordinator.stats()["workers"].items()
-            at_work = [(w, one["pid"]) for w, one in told if one["done"]]
+            stats = coordinator.stats()["workers"].items()
+            at_work = [(w, one["pid"]) for w, one in stats if one["done"]]
             at_work = [(w, pid) for w, pid in at_work if pid == cluster.pid(w)]
             if at_work:
                 chosen, pid = lots.choice(at_work)
@@ -166,12 +166,12 @@ def test_a_frozen_server_is_noticed_and_replaced_and_what_was_lost_is_told_exact
             coordinator.schedule(step)
         wait_for(lambda: cluster.generation("ps:0") == 1)
         assert time.monotonic() - begun_s < 5  # dead_after_s, and a beat or two
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             coordinator.join(WAIT_S)
             wait_for(lambda: coordinator.losses)
-        assert any("ps:0 (pid" in str(one.message) for one in told)
-        assert any("killed, and is started again" in str(one.message) for one in told)
+        assert any("ps:0 (pid" in str(one.message) for one in warned)
+        assert any("killed, and is started again" in str(one.message) for one in warned)
         count += 400
         lost = {step for loss in coordinator.losses for step in loss.steps}
         assert first.read() == count - len(lost)
@@ -246,14 +246,14 @@ def test_snapshots_that_cannot_be_written_are_told_and_a_fence_ends_no_server():
         snapshots.touch()  # a file in its place: nothing can be written there, as on a full disk
         frozen = cluster.pid("worker:0")
         os.kill(frozen, signal.SIGSTOP)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             count = schedule_and_wait(coordinator, functools.partial(total.assign_add, 1), 60)
             wait_for(lambda: coordinator.stats()["workers_lost"] == 1)
-            wait_for(lambda: coordinator.done() and any("cannot" in str(w.message) for w in told))
+            wait_for(lambda: coordinator.done() and any("cannot" in str(w.message) for w in warned))
         os.kill(frozen, signal.SIGCONT)
-        (said,) = [str(one.message) for one in told if "cannot write" in str(one.message)]
-        assert re.match(r"ps:0 cannot write snapshots: .* \d+ updates would be lost", said)
+        (message,) = [str(one.message) for one in warned if "cannot write" in str(one.message)]
+        assert re.match(r"ps:0 cannot write snapshots: .* \d+ updates would be lost", message)
         assert cluster.generation("ps:0") == 0
         assert total.read() == count
 

@@ -98,13 +98,13 @@ def test_one_worker_trains_alike_with_any_consistency(consistency):
             strategy.apply_gradients(SGD, [(w.read() - target, w)])
 
         target = np.array([1.0, 2.0, 3.0], "float32")
-        wanted = moving = np.zeros(3, "float32")
+        expected = moving = np.zeros(3, "float32")
         for _ in range(6):
             coordinator.schedule(step, args=(target,))
-            moving = 0.9 * moving - 0.1 * (wanted - target)
-            wanted = wanted + moving
+            moving = 0.9 * moving - 0.1 * (expected - target)
+            expected = expected + moving
         coordinator.join(WAIT_S)
-        np.testing.assert_allclose(w.read(), wanted, rtol=1e-5)
+        np.testing.assert_allclose(w.read(), expected, rtol=1e-5)
 
 
 def test_an_error_in_a_round_does_not_stop_the_next_rounds():

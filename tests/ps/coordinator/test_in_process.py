@@ -30,8 +30,8 @@ WAIT_S = 20.0
 
 @pytest.fixture
 def strategy():
-    with ParameterServer() as made:
-        yield made
+    with ParameterServer() as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def test_the_classic_sample_with_one_shared_iterator(strategy, coordinator):
 
 
 def test_the_worker_of_this_process_is_not_declared_dead_while_it_has_nothing_to_do():
-    with ParameterServer(heartbeat_s=0.05, dead_after_s=0.2) as made:
-        coordinator = ClusterCoordinator(made)
+    with ParameterServer(heartbeat_s=0.05, dead_after_s=0.2) as cluster:
+        coordinator = ClusterCoordinator(cluster)
         for number in range(2):
             assert coordinator.fetch(coordinator.schedule(abs, args=(-number,)), WAIT_S) == number
             time.sleep(0.6)
@@ -80,10 +80,10 @@ def test_results_keep_their_nesting(coordinator):
         return {"a": (x, [None, np.arange(3) * x]), "b": "text"}
 
     value = coordinator.schedule(nested, kwargs={"x": 2})
-    found = coordinator.fetch(({"one": value}, 7), WAIT_S)
-    assert found[1] == 7
-    assert found[0]["one"]["a"][0] == 2
-    np.testing.assert_array_equal(found[0]["one"]["a"][1][1], [0, 2, 4])
+    result = coordinator.fetch(({"one": value}, 7), WAIT_S)
+    assert result[1] == 7
+    assert result[0]["one"]["a"][0] == 2
+    np.testing.assert_array_equal(result[0]["one"]["a"][1][1], [0, 2, 4])
     assert value.get() is value.fetch()
     assert "ready" in repr(value)
 
@@ -148,16 +148,16 @@ def test_a_function_sees_its_own_changes_and_others_only_when_it_has_ended(strat
         w.rows_add([1, 1], np.full((2, 2), 10.0))
         w.rows_assign([3], [[7.0, 7.0]])
         w.assign_sub(1.0)
-        seen = current().servers.read([w.spec])[0]
-        return n.read(), w.read(), w.lookup([3, 1]), seen
+        actual = current().servers.read([w.spec])[0]
+        return n.read(), w.read(), w.lookup([3, 1]), actual
 
     n_seen, w_seen, rows, servers_value = coordinator.schedule(step).fetch(WAIT_S)
-    wanted = np.array([[0, 0], [20, 20], [0, 0], [6, 6]], "float32")
+    expected = np.array([[0, 0], [20, 20], [0, 0], [6, 6]], "float32")
     assert n_seen == n.read() == 5
-    np.testing.assert_array_equal(w_seen, wanted)
-    np.testing.assert_array_equal(rows, wanted[[3, 1]])
+    np.testing.assert_array_equal(w_seen, expected)
+    np.testing.assert_array_equal(rows, expected[[3, 1]])
     np.testing.assert_array_equal(servers_value, np.zeros((4, 2)))
-    np.testing.assert_array_equal(w.read(), wanted)
+    np.testing.assert_array_equal(w.read(), expected)
 
 
 def test_at_least_once_sends_changes_at_once():
@@ -270,11 +270,11 @@ def test_a_variable_is_sliced_as_an_array_and_only_those_rows_travel(key):
     with ParameterServer(partitioner=FixedShardsPartitioner(3)) as strategy:
         w = strategy.variable(value)
         before = strategy.parameter_bytes
-        got = w[key]
-        np.testing.assert_array_equal(got, value[key])
-        assert got.shape == value[key].shape
+        result = w[key]
+        np.testing.assert_array_equal(result, value[key])
+        assert result.shape == value[key].shape
         if isinstance(key, slice):
-            assert strategy.parameter_bytes - before <= len(got) * (value[0].nbytes + 8)
+            assert strategy.parameter_bytes - before <= len(result) * (value[0].nbytes + 8)
 
 
 def test_what_cannot_be_sliced_says_so(strategy, coordinator):
@@ -306,7 +306,7 @@ def test_each_worker_has_a_value_of_its_own(coordinator):
 
     values = coordinator.fetch([coordinator.schedule(step, args=(own,)) for _ in range(4)])
     assert [count for _, count in values] == [1, 2, 3, 4]
-    assert len({made for made, _ in values}) == 1
+    assert len({number for number, _ in values}) == 1
     another = coordinator.create_per_worker_values(make)
     assert coordinator.schedule(lambda: another["count"]).fetch(WAIT_S) == 0
     with pytest.raises(TaskError, match="is on the workers"):
@@ -340,7 +340,7 @@ def test_statistics_and_no_parameter_bytes_through_here(strategy, coordinator):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"cluster": "host:1"}, "received 'host:1'"),
         ({"placement": "random"}, "placement must be one of"),
@@ -348,8 +348,8 @@ def test_statistics_and_no_parameter_bytes_through_here(strategy, coordinator):
         ({"consistency": "later"}, "received 'later'"),
     ],
 )
-def test_wrong_settings_are_refused(arguments, told):
-    with pytest.raises(ClusterError, match=told):
+def test_wrong_settings_are_refused(arguments, message):
+    with pytest.raises(ClusterError, match=message):
         ParameterServer(**arguments)
 
 
@@ -484,7 +484,7 @@ def test_what_is_no_dataset_is_refused_at_once():
 
 
 def test_a_coordinator_that_is_closed_may_be_woken():
-    links = LocalLinks(mw.ParameterServer().connect("worker:0"), lambda name, asked: ([], []))
+    links = LocalLinks(mw.ParameterServer().connect("worker:0"), lambda name, request: ([], []))
     links.wake()
     links.close()
     links.wake()  # a thread that schedules while another one closes

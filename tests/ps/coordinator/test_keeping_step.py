@@ -49,14 +49,14 @@ def test_a_barrier_equals_one_big_batch_also_when_workers_die(kills):
             hits += f"worker:{kill % 2}" in coordinator.stats()["workers"]
             cluster.restart(f"worker:{kill % 2}")  # SIGKILL, and a new start
         coordinator.join(WAIT_S)
-        got = w.read()
+        result = w.read()
         assert coordinator.stats()["workers_lost"] >= hits >= min(kills, 1)
-    wanted, moving = np.zeros(3, "float32"), np.zeros(3, "float32")
+    expected, moving = np.zeros(3, "float32"), np.zeros(3, "float32")
     for first in range(0, len(x), 2 * half):
         rows = slice(first, first + 2 * half)
-        moving = 0.9 * moving - 0.1 * gradient(wanted, x[rows], y[rows])
-        wanted = wanted + moving
-    np.testing.assert_allclose(got, wanted, rtol=1e-4)
+        moving = 0.9 * moving - 0.1 * gradient(expected, x[rows], y[rows])
+        expected = expected + moving
+    np.testing.assert_allclose(result, expected, rtol=1e-4)
 
 
 @pytest.mark.full

@@ -178,9 +178,9 @@ def test_no_malformed_beat_of_a_server_ends_the_coordinator() -> None:
     until(lambda: not links.coming)
     joined(dispatcher, links, "a")
     assert dispatcher.broken is None
-    told = [str(one) for one in dispatcher.records.untold]
-    assert len(told) == 1  # once for each task and kind
-    assert "message 'alive' from ps:0/alive was refused: ProtocolError" in told[0]
+    lines = [str(one) for one in dispatcher.records.untold]
+    assert len(lines) == 1  # once for each task and kind
+    assert "message 'alive' from ps:0/alive was refused: ProtocolError" in lines[0]
     dispatcher.stop(False)
     assert set(BEAT) == set(whole)
     assert issubclass(MeshwrightWarning, UserWarning)
@@ -225,13 +225,13 @@ def test_a_worker_cannot_beat_for_a_server() -> None:
         links._listener.address, keys.of("worker"), "chief:0", identity="ps:0/alive"
     )
     number = channel.send(Message("alive", head))
-    taken: list[object] = []
-    polling = threading.Thread(target=lambda: [taken.extend(links.poll(0.05)) for _ in range(20)])
+    record: list[object] = []
+    polling = threading.Thread(target=lambda: [record.extend(links.poll(0.05)) for _ in range(20)])
     polling.start()
     with pytest.raises(ProtocolError, match="'alive' to chief:0 is reserved for servers"):
         channel.wait(number, 10.0)
     polling.join()
-    assert not taken
+    assert not record
     channel.close()
     links.close()
     dispatcher, scripted = made()  # nor one server for another, whose keys are its own

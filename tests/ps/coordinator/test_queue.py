@@ -90,9 +90,9 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose(self, data):
         member = data.draw(st.sampled_from(self.queue.live()))
-        held = list(member.steps.values())
+        steps = list(member.steps.values())
         self.queue.lose(member.name)
-        for step in held:  # what a dead worker still says does not count
+        for step in steps:  # what a dead worker still says does not count
             assert self.queue.finish(member.name, step.number, step.attempt) is None
 
     @precondition(lambda self: any(m.lost for m in self.queue.members.values()))

@@ -107,10 +107,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_all_that_differs(tmp_pat
         strategy.variable("zeros", shape=(2,), name="c")
         with pytest.raises(CheckpointError) as caught:
             strategy.restore(tmp_path)
-    told = str(caught.value)
-    assert "c is not in the checkpoint" in told
-    assert "b is in the checkpoint, and no variable" in told
-    assert "a is float32[2] in the checkpoint, and float32[3] here" in told
+    message = str(caught.value)
+    assert "c is not in the checkpoint" in message
+    assert "b is in the checkpoint, and no variable" in message
+    assert "a is float32[2] in the checkpoint, and float32[3] here" in message
 
 
 @pytest.mark.alone

@@ -49,9 +49,9 @@ class Asking:
 
     def push(self, *updates: tuple, step: int | None = None, **head: Any) -> dict[str, Any]:
         """Each update is (name, op, arrays) or (name, op, arrays, options)."""
-        told = [[name, op, len(arrays), *(more or [{}])] for name, op, arrays, *more in updates]
+        entries = [[name, op, len(arrays), *(more or [{}])] for name, op, arrays, *more in updates]
         arrays = [array for update in updates for array in update[2]]
-        return dict(self.ask("push", *arrays, step=step, updates=told, **head).head)
+        return dict(self.ask("push", *arrays, step=step, updates=entries, **head).head)
 
     def optimizer(self, name: str, names: Sequence[str], **config: Any) -> dict[str, Any]:
         serialized = {"class_name": name, "config": config}

@@ -22,18 +22,18 @@ def main() -> None:
     parser.add_argument("--generation", type=int, default=0)
     parser.add_argument("--orphan", type=float)
     parser.add_argument("--heartbeat", type=float, default=0.05)
-    given = parser.parse_args()
+    options = parser.parse_args()
     threading.Thread(target=end_with_parent, daemon=True).start()
-    jobs = {"chief": [given.chief], "worker": ["ipc:///nonexistent/w"], "ps": [given.address]}
+    jobs = {"chief": [options.chief], "worker": ["ipc:///nonexistent/w"], "ps": [options.address]}
     settings = TaskSettings(
         Task("ps", 0),
         ClusterSpec(jobs),
-        None if given.keys is None else Keys.load(given.keys),
-        given.heartbeat,
-        given.directory,
-        given.every,
-        given.generation,
-        given.orphan,
+        None if options.keys is None else Keys.load(options.keys),
+        options.heartbeat,
+        options.directory,
+        options.every,
+        options.generation,
+        options.orphan,
     )
     serve(settings)
 

@@ -36,13 +36,13 @@ def test_rows_of_a_plain_table_that_changed(optimizer: str | None) -> None:
     first = since(server, "t")
     assert not first.head["known"]
     server.push(("t", op, [np.array([7, 3]), ONES]))
-    second, found = changed(server, "t", first)
-    assert found == [[3, 7], []]
+    second, result = changed(server, "t", first)
+    assert result == [[3, 7], []]
     server.push(("t", op, [np.array([7, 9]), ONES]))
     assert changed(server, "t", second)[1] == [[7, 9], []]
     assert changed(server, "t", first)[1] == [[3, 7, 9], []]  # another one may ask, too
-    last, found = changed(server, "t", since(server, "t"))
-    assert found == [[], []]
+    last, result = changed(server, "t", since(server, "t"))
+    assert result == [[], []]
     whole = op.removeprefix("rows_")
     server.push(("t", whole, [np.ones((1000, 3), "f")]))
     assert changed(server, "t", last)[1] == [list(range(1000)), []]
@@ -56,11 +56,11 @@ def test_keys_that_were_made_and_removed() -> None:
     assert first.arrays[0].tolist() == [5, 1 << 50]
     server.push(("t", "rows_add", [np.array([-4, 5]), ONES]))
     server.ask("lookup", np.arange(100, 500), name="t", make=True)  # the table grows
-    second, found = changed(server, "t", first)
-    assert found == [[-4, 5, *range(100, 500)], []]
+    second, result = changed(server, "t", first)
+    assert result == [[-4, 5, *range(100, 500)], []]
     server.ask("load", np.array([5, 8]), ONES, tables=["t"])
-    third, found = changed(server, "t", second)
-    assert found == [[5, 8], [-4, *range(100, 500), 1 << 50]]
+    third, result = changed(server, "t", second)
+    assert result == [[5, 8], [-4, *range(100, 500), 1 << 50]]
     server.push(("t", "rows_assign", [np.array([-4, 200]), ONES]))
     assert changed(server, "t", third)[1] == [[-4, 200], []]
     assert changed(server, "t", second)[1][0] == [-4, 5, 8, 200]

@@ -88,8 +88,8 @@ def one_process(num_workers: int, steps: int, clipping: dict[str, float]) -> lis
     variables = [keras.Variable(first(name), name=name) for name in SHAPES]
     optimizer = keras.optimizers.SGD(0.5, **clipping)  # type: ignore[arg-type]
     for step in range(steps):
-        each = [whole(gradients(step, worker)) for worker in range(num_workers)]
-        means = [np.mean(parts, 0) for parts in zip(*each, strict=True)]
+        gradients_of_workers = [whole(gradients(step, worker)) for worker in range(num_workers)]
+        means = [np.mean(parts, 0) for parts in zip(*gradients_of_workers, strict=True)]
         optimizer.apply(means, variables)
     return [np.asarray(variable.value) for variable in variables]
 
@@ -138,11 +138,11 @@ def test_a_worker_killed_between_the_phases_changes_nothing(killed_after):
     if killed_after != "push":
         states = killed._round_states(killed.ask_all(_message("norms")))
         totals: dict[str, float] = {}
-        for each in states:
-            totals = {key: totals.get(key, 0.0) + one for key, one in (each.due or {}).items()}
+        for state in states:
+            totals = {key: totals.get(key, 0.0) + one for key, one in (state.due or {}).items()}
         killed.ask(0, _message("clip", round=0, totals=totals))
-    said = other.push(training.updates(other, gradients(0, 1)), stamp, everywhere=True)
-    assert not any(server.applied for server in said.servers)  # they were there before
+    reply = other.push(training.updates(other, gradients(0, 1)), stamp, everywhere=True)
+    assert not any(server.applied for server in reply.servers)  # they were there before
     assert apart(training.values(), one_process(2, 1, clipping)) < 1e-6
     again = training.values()
     other.clip_rounds()

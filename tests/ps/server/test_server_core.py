@@ -136,11 +136,11 @@ def test_then_read_saves_a_round_trip() -> None:
 def test_versions_count_pushes_and_tell_staleness() -> None:
     server = Asking()
     server.value("w", np.zeros(2))
-    seen = server.ask("read", names=["w"]).head["version"]
-    assert seen == 0
+    actual = server.ask("read", names=["w"]).head["version"]
+    assert actual == 0
     for behind in range(3):
-        told = server.push(("w", "add", [np.ones(2)]), seen=seen)
-        assert (told["version"], told["staleness"]) == (behind + 1, behind)
+        reply = server.push(("w", "add", [np.ones(2)]), seen=actual)
+        assert (reply["version"], reply["staleness"]) == (behind + 1, behind)
     assert server.ask("read", names=["w"]).head["versions"] == [3]
     assert server.ask("stats").head["staleness"] == {0: 1, 1: 1, 2: 1}
 
@@ -233,8 +233,8 @@ def test_what_was_read_is_kept_of_the_last_peers_alone() -> None:
     for number in range(MOST_PEERS + 5):
         server.ask("read", names=["w"], peer="first")
         server.ask("read", names=["w"], peer=f"worker:{number}")
-    kept = [server.core.state.backups.get(f"worker:{n}", "w") for n in range(MOST_PEERS + 5)]
-    assert [one is not None for one in kept] == [False] * 6 + [True] * (MOST_PEERS - 1)
+    backups = [server.core.state.backups.get(f"worker:{n}", "w") for n in range(MOST_PEERS + 5)]
+    assert [one is not None for one in backups] == [False] * 6 + [True] * (MOST_PEERS - 1)
     assert server.core.state.backups.get("first", "w") is not None
 
 
@@ -245,9 +245,9 @@ def test_values_and_slots_are_loaded_as_they_were() -> None:
         server.optimizer("Nadam", ["w"], use_ema=True)
     for _ in range(3):
         one.push(("w", "gradient", [np.arange(3, dtype="f")]))
-    told = one.ask("slots", names=["w"])
-    arrays = [*one.read("w"), *told.arrays]
-    other.ask("load", *arrays, values=["w"], slots=told.head["slots"], steps=told.head["steps"])
+    reply = one.ask("slots", names=["w"])
+    arrays = [*one.read("w"), *reply.arrays]
+    other.ask("load", *arrays, values=["w"], slots=reply.head["slots"], steps=reply.head["steps"])
     for server in (one, other):
         server.push(("w", "gradient", [np.ones(3, "f")]))
     assert np.array_equal(one.read("w")[0], other.read("w")[0])
@@ -264,8 +264,8 @@ def test_values_and_slots_are_loaded_as_they_were() -> None:
 def test_a_server_says_who_it_is() -> None:
     server = Asking(ServerCore(3, generation=2))
     server.table("w", [2])
-    told = server.ask("hello", role="worker", task="worker:1", incarnation="x").head
-    assert (told["task"], told["generation"], told["names"]) == ("ps:3", 2, ["w"])
+    reply = server.ask("hello", role="worker", task="worker:1", incarnation="x").head
+    assert (reply["task"], reply["generation"], reply["names"]) == ("ps:3", 2, ["w"])
     stats = server.ask("stats").head
     assert (stats["variable_bytes"], stats["slot_bytes"], stats["variables"]) == (8, 0, 1)
     server.ask("stop")

@@ -26,8 +26,8 @@ def test_adds_that_come_twice_and_in_any_order_count_once(steps, peers, by_rows)
         if by_rows:
             update = ("total", "rows_add", [np.arange(4)[::-1], add])
         head = {"attempt": turn, "peer": f"worker:{turn % peers}"}
-        told = server.push(update, step=step, **head)
-        assert told["applied"] == (step not in steps[:turn])
+        reply = server.push(update, step=step, **head)
+        assert reply["applied"] == (step not in steps[:turn])
     assert server.read("total")[0].tolist() == [sum(1 << step for step in set(steps))] * 4
     stats = server.ask("stats").head
     assert stats["pushes"] == len(set(steps))

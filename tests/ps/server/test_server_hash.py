@@ -38,12 +38,12 @@ def test_a_row_depends_on_its_key_alone(lookups, random) -> None:
 def test_looking_without_making() -> None:
     server = hashed()
     keys = np.array([10**12, 5])
-    seen = server.ask("lookup", keys, name="t", make=False).arrays[0]
+    actual = server.ask("lookup", keys, name="t", make=False).arrays[0]
     assert server.read("t")[0].shape == (0, 4)
-    assert np.array_equal(server.ask("lookup", keys[1:], name="t", make=True).arrays[0], seen[1:])
+    assert np.array_equal(server.ask("lookup", keys[1:], name="t", make=True).arrays[0], actual[1:])
     server.push(("t", "rows_add", [keys[1:], np.ones((1, 4), "f")]))
     again = server.ask("lookup", keys, name="t", make=False).arrays[0]
-    assert np.array_equal(again, seen + np.array([[0], [1]], "f"))
+    assert np.array_equal(again, actual + np.array([[0], [1]], "f"))
     assert server.read("t")[0].shape == (1, 4)
 
 
@@ -75,9 +75,9 @@ def test_a_table_is_loaded_by_its_keys() -> None:
         one.push(("t", "rows_gradient", [keys, random.normal(size=(len(keys), 4)).astype("f")]))
     other.push(("t", "rows_gradient", [np.array([10**6]), np.ones((1, 4), "f")]))
     keys, (values,) = one.ask("keys", name="t").arrays[0], one.read("t")
-    told = one.ask("slots", names=["t"])
-    head = {"tables": ["t"], "slots": told.head["slots"], "steps": told.head["steps"]}
-    other.ask("load", keys, values, *told.arrays, **head)
+    reply = one.ask("slots", names=["t"])
+    head = {"tables": ["t"], "slots": reply.head["slots"], "steps": reply.head["steps"]}
+    other.ask("load", keys, values, *reply.arrays, **head)
     more = np.concatenate([keys[:5], keys[-5:]])
     for server in (one, other):
         server.push(("t", "rows_gradient", [more, np.ones((10, 4), "f")]))

@@ -120,9 +120,9 @@ class Both:
 
     def keras_slots(self) -> dict[str, Any]:
         own = [f"{key}_" for key in self.variables]
-        found = {v.name: v for v in self.keras.variables if v.name.startswith(tuple(own))}
+        results = {v.name: v for v in self.keras.variables if v.name.startswith(tuple(own))}
         product = getattr(self.keras, "_u_product", None)
-        return found | ({f"{own[0]}u_product": product} if product is not None else {})
+        return results | ({f"{own[0]}u_product": product} if product is not None else {})
 
     def server_slots(self) -> dict[str, np.ndarray]:
         answer = self.server.ask("slots", names=list(self.variables))
@@ -273,8 +273,8 @@ def test_custom_optimizers_and_settings_are_refused() -> None:
 def test_the_answer_says_who_clips() -> None:
     server = Asking()
     server.table("w", [3])
-    told = server.optimizer("Adam", ["w"], learning_rate=0.1, global_clipnorm=2.0)
-    assert (told["phase"], told["global_clipnorm"], told["clipnorm"]) == ("two-phase", 2.0, None)
+    reply = server.optimizer("Adam", ["w"], learning_rate=0.1, global_clipnorm=2.0)
+    assert (reply["phase"], reply["global_clipnorm"], reply["clipnorm"]) == ("two-phase", 2.0, None)
     assert server.optimizer("Adam", ["w"], learning_rate=0.1)["phase"] == "shard-local"
 
 
@@ -302,8 +302,8 @@ def test_more_variables_may_come_to_an_optimizer_and_others_keep_what_they_have(
     assert not server.ask("optimizer", group="two", config=adam, names=["b", "c"]).head["made"]
     for name in "abc":
         server.push((name, "gradient", [np.ones(3, "f")]))
-    told = server.ask("slots", names=["a", "b", "c"]).head
-    assert told["steps"] == {"a": 2, "b": 1, "c": 1}
+    head = server.ask("slots", names=["a", "b", "c"]).head
+    assert head["steps"] == {"a": 2, "b": 1, "c": 1}
     moved = [[-0.6] * 3, [-0.5] * 3, [-0.1] * 3]
     np.testing.assert_allclose(server.read("a", "b", "c"), moved, rtol=1e-4)
     sgd = {"class_name": "SGD", "config": {}}

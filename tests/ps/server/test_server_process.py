@@ -75,8 +75,8 @@ def test_a_server_serves_without_a_chief_and_ends_when_told(start, channel) -> N
     values = np.random.default_rng(0).normal(size=200_000).astype("f")
     for step in (0, 0, 1):
         push(channel, "w", "add", values, step)
-    got = channel.ask(Message("read", {"names": ["w"]})).arrays[0]
-    assert np.array_equal(got, values + values)
+    result = channel.ask(Message("read", {"names": ["w"]})).arrays[0]
+    assert np.array_equal(result, values + values)
     channel.ask(Message("stop"))
     assert process.wait(LIMIT_S) == 0
 
@@ -129,13 +129,15 @@ def test_a_killed_server_comes_back_with_its_last_snapshot(start, channel, tmp_p
     random = np.random.default_rng(4)
     step = 0
     for generation in range(1, 6):
-        version = held = 0
+        version = total = 0
         pushes = int(random.integers(15, 60))
-        while pushes > 0 or not (held or generation > 1):  # a slow disk takes a while for the first
+        while pushes > 0 or not (
+            total or generation > 1
+        ):  # a slow disk takes a while for the first
             pushes -= 1
-            told = push(channel, "w", "add", np.ones(1000, "f"), step)
-            assert told["applied"]
-            version, held = told["version"], told["snapshot"]["version"]
+            reply = push(channel, "w", "add", np.ones(1000, "f"), step)
+            assert reply["applied"]
+            version, total = reply["version"], reply["snapshot"]["version"]
             step += 1
         channel.ask(Message("fence", {"incarnation": f"old{generation}"}))
         process.kill()
@@ -143,7 +145,7 @@ def test_a_killed_server_comes_back_with_its_last_snapshot(start, channel, tmp_p
         process = start(*options, "--generation", str(generation))
         hello = channel.ask(Message("hello", {"task": "worker:0", "incarnation": "x"})).head
         assert hello["generation"] == generation
-        assert held <= hello["version"] <= version
+        assert total <= hello["version"] <= version
         values = channel.ask(Message("read", {"names": ["w"]})).arrays[0]
         assert (values == hello["version"]).all(), "all of a push, or nothing of it"
         with pytest.raises(ProtocolError, match="declared dead"):
@@ -166,11 +168,12 @@ def test_a_server_is_small_while_it_serves(optimizer, start, channel, tmp_path) 
         channel.ask(Message("read", {"names": [names[step % 5]]}))
     until(lambda: channel.ask(Message("stats")).head["snapshots"] >= 2, "too few snapshots")
     stats = channel.ask(Message("stats")).head
-    held = stats["variable_bytes"] + stats["slot_bytes"]
-    assert held == {"SGD": 50_000_000, "Adam": 150_000_000}[optimizer]
+    total_bytes = stats["variable_bytes"] + stats["slot_bytes"]
+    assert total_bytes == {"SGD": 50_000_000, "Adam": 150_000_000}[optimizer]
     peak = peak_bytes(process.pid)
-    print(f"a server with {held / 1e6:.0f} MB of state took {(peak - held) / 1e6:.0f} MB more")
-    assert peak - held < 150e6
+    more_bytes = peak - total_bytes
+    print(f"a server with {total_bytes / 1e6:.0f} MB of state took {more_bytes / 1e6:.0f} MB more")
+    assert more_bytes < 150e6
     modules = Path(f"/proc/{process.pid}/maps").read_text()
     assert "jaxlib" not in modules
 
@@ -179,6 +182,6 @@ def peak_bytes(pid: int) -> int:
     status = Path(f"/proc/{pid}/status")
     if not status.exists():
         pytest.skip("the memory of another process is told by /proc")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+    assert match is not None
+    return int(match[1]) * 1024

@@ -46,8 +46,8 @@ def test_late_gradients_are_dropped_but_not_other_changes() -> None:
     server.value("count", np.zeros((), np.int64))
     count = ("count", "add", [np.ones((), np.int64)])
     for step in range(2):
-        told = server.push(("w", "gradient", [gradient_of(step)]), count, step=step, round=0, of=2)
-        assert not told["dropped"]
+        reply = server.push(("w", "gradient", [gradient_of(step)]), count, step=step, round=0, of=2)
+        assert not reply["dropped"]
     after = server.read("w")[0]
     late = server.push(("w", "gradient", [gradient_of(2)]), step=2, round=0, of=2)
     assert (late["applied"], late["dropped"]) == (False, True)

@@ -86,21 +86,21 @@ def test_what_a_round_holds_is_kept(tmp_path) -> None:
 def test_whenever_a_server_dies_each_step_counts_once_or_is_lost(events) -> None:
     server = Asking()
     server.value("total", np.zeros((), np.int64))
-    taken, acknowledged, held = snapshot_of(server.core.state, 1).copied(), {}, set()
+    taken, acknowledged, steps = snapshot_of(server.core.state, 1).copied(), {}, set()
     for event in events:
         if event == "snapshot":
             taken = snapshot_of(server.core.state, taken.number + 1).copied()
-            held = set(acknowledged)
+            steps = set(acknowledged)
         elif event == "crash":
             server.core.state = restore(taken.copied())
             version = server.ask("hello").head["version"]
-            kept = {step for step, at in acknowledged.items() if at <= version}
-            assert kept == held, "what is lost is told by the versions of the answers"
-            acknowledged = {step: acknowledged[step] for step in kept}
+            expected = {step for step, at in acknowledged.items() if at <= version}
+            assert expected == steps, "what is lost is told by the versions of the answers"
+            acknowledged = {step: acknowledged[step] for step in expected}
         else:
-            told = server.push(("total", "add", [np.array(1 << event)]), step=event)
-            assert told["applied"] == (event not in acknowledged)
-            acknowledged[event] = told["applied_at"]
+            reply = server.push(("total", "add", [np.array(1 << event)]), step=event)
+            assert reply["applied"] == (event not in acknowledged)
+            acknowledged[event] = reply["applied_at"]
         assert server.read("total")[0] == sum(1 << step for step in acknowledged)
 
 
@@ -127,10 +127,10 @@ def test_snapshots_are_taken_as_pushes_come(copy_bytes, tmp_path, monkeypatch) -
     assert [path.name for path in tmp_path.iterdir()] == ["ps1.snapshot"]
     lost = set()
     for step in range(10):
-        told = server.push(("w", "add", [np.ones(2)]), step=step)
+        reply = server.push(("w", "add", [np.ones(2)]), step=step)
         saver.tick(idle=False)
         saver.wait()
-        lost = {step for step in lost | {step} if step + 1 > told["snapshot"]["version"]}
+        lost = {step for step in lost | {step} if step + 1 > reply["snapshot"]["version"]}
     assert server.ask("stats").head["snapshots"] == 3
     assert server.ask("hello").head["snapshot"] == {"id": 3, "version": 8}
     again = ServerCore(1, generation=1)

@@ -108,9 +108,9 @@ def test_padding_has_no_row_in_a_hash_table():
     with ParameterServer() as strategy:
         strategy.fit(model, ids, np.ones([2, 2], "float32"), verbose=0)
         assert table_of(strategy, model, "t").read().shape == (2, 2)
-        found = strategy.predict(model, ids)
-    assert not found[1].any()
-    assert found[0].all()
+        predictions = strategy.predict(model, ids)
+    assert not predictions[1].any()
+    assert predictions[0].all()
 
 
 def test_what_a_bag_cannot_take_is_refused_where_the_model_is_made():
@@ -136,8 +136,8 @@ def by_two_optimizers(model: keras.Model, x, y, names: list[str], tables, others
     state = [v.value for v in model.non_trainable_variables]
 
     def loss(values, inputs, targets):
-        found, _ = model.stateless_call(values, state, inputs)
-        return ((found - targets) ** 2).mean()
+        result, _ = model.stateless_call(values, state, inputs)
+        return ((result - targets) ** 2).mean()
 
     gradient, variables = jax.jit(jax.grad(loss)), model.trainable_variables
     for at in [0, 16, 32] * 2:
@@ -176,8 +176,8 @@ def test_tables_have_an_optimizer_of_their_own(case):
             strategy.fit(model, x, y, tables=tables, **HOW)
         expected = plain.get_weights()
         np.testing.assert_allclose(table.read(), expected.pop(0), atol=1e-6)
-        for found, right in zip(model.get_weights(), expected, strict=True):
-            np.testing.assert_allclose(found, right, atol=1e-6)
+        for result, right in zip(model.get_weights(), expected, strict=True):
+            np.testing.assert_allclose(result, right, atol=1e-6)
 
 
 @pytest.mark.full

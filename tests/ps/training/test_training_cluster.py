@@ -165,12 +165,12 @@ def test_a_run_with_tables_goes_on_with_another_number_of_servers(tmp_path, serv
     with trained_on(1, 2) as (_, strategy):
         strategy.fit(model(), x, y, epochs=1, checkpoint=tmp_path, **how)
     with trained_on(1, servers) as (_, strategy):
-        found = model()
-        strategy.fit(found, x, y, epochs=2, checkpoint=tmp_path, **how)
-        table = table_of(strategy, found, "table")
+        actual = model()
+        strategy.fit(actual, x, y, epochs=2, checkpoint=tmp_path, **how)
+        table = table_of(strategy, actual, "table")
         assert len(table.shards) == servers
         np.testing.assert_allclose(table.lookup(np.arange(10)), rows, atol=1e-6)
-    assert apart(expected, found) < 1e-6
+    assert apart(expected, actual) < 1e-6
 
 
 @pytest.mark.full

@@ -96,9 +96,9 @@ def test_a_worker_of_several_devices_trains_as_one_device(name):
     with ParameterServer(
         worker=WORKERS[name](), partitioner=FixedShardsPartitioner(2), consistency="sync"
     ) as strategy:
-        found = strategy.fit(model, x, y, **HOW, validation_data=(x, y)).history
+        result = strategy.fit(model, x, y, **HOW, validation_data=(x, y)).history
         measured = strategy.evaluate(model, x, y, batch_size=16, return_dict=True)
-    same_history(history, found)
+    same_history(history, result)
     assert apart(expected, model) < 2e-6
     assert measured["loss"] == pytest.approx(history["val_loss"][-1], rel=1e-5)
 
@@ -137,7 +137,7 @@ def test_images_split_over_rows_and_features_have_one_device_s_gradients(worker)
     x = rng.normal(size=[40, 8, 8, 3]).astype("float32")
     y = rng.integers(0, 3, [40])
 
-    def made() -> keras.Model:
+    def build() -> keras.Model:
         keras.utils.set_random_seed(0)
         layers = keras.layers
         convolution = layers.Conv2D(4, 3, strides=2, padding="same", activation="gelu")
@@ -147,7 +147,7 @@ def test_images_split_over_rows_and_features_have_one_device_s_gradients(worker)
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
         return model
 
-    expected, model = made(), made()
+    expected, model = build(), build()
     history = expected.fit(x, y, **HOW).history
     with ParameterServer(worker=worker()) as strategy:
         same_history(history, strategy.fit(model, x, y, **HOW).history)
@@ -184,8 +184,8 @@ def test_local_steps_keep_their_slots_on_all_devices(zero):
     expected, model = normalized(), normalized()
     history = expected.fit(x, y, **HOW).history
     with ParameterServer(worker=grid(zero=zero), consistency="sync") as strategy:
-        found = strategy.fit(model, x, y, **HOW, local=LocalSGD(2)).history
-    same_history(history, found)
+        result = strategy.fit(model, x, y, **HOW, local=LocalSGD(2)).history
+    same_history(history, result)
     assert apart(expected, model) < 2e-6
 
 
@@ -284,15 +284,15 @@ def test_the_step_is_one_program_over_the_devices_of_the_mesh():
     worker, model = grid(), dense("sgd")
     with ParameterServer(worker=worker) as strategy:
         strategy.evaluate(model, x, y, batch_size=16)
-    made = exported_of(model)
-    step = jax_export.deserialize(bytearray(made.codes[0][1].gradients))
+    exported_model = exported_of(model)
+    step = jax_export.deserialize(bytearray(exported_model.codes[0][1].gradients))
     assert step.nr_devices == 8
-    given, _ = jax.tree.unflatten(step.in_tree, step.in_shardings_jax(worker.mesh.jax_mesh))
+    layouts, _ = jax.tree.unflatten(step.in_tree, step.in_shardings_jax(worker.mesh.jax_mesh))
     spec = jax.sharding.PartitionSpec
-    assert given[0]["hidden/kernel"].spec == spec(None, "model")
-    assert given[0]["output/kernel"].is_fully_replicated
-    assert [leaf.spec[:1] for leaf in given[-1]] == [("batch",), ("batch",)]
-    compiled = jax.jit(step.call, in_shardings=given).lower(*jax.tree.unflatten(
+    assert layouts[0]["hidden/kernel"].spec == spec(None, "model")
+    assert layouts[0]["output/kernel"].is_fully_replicated
+    assert [leaf.spec[:1] for leaf in layouts[-1]] == [("batch",), ("batch",)]
+    compiled = jax.jit(step.call, in_shardings=layouts).lower(*jax.tree.unflatten(
         step.in_tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in step.in_avals]
     )[0]).compile()  # fmt: skip
     assert "all-reduce" in compiled.as_text()
@@ -335,12 +335,12 @@ def test_what_is_no_strategy_of_one_process_is_refused():
     ids=["a mistyped rule", "a weight that does not divide", "a table that is not there"],
 )  # fmt: skip
 def test_what_cannot_lie_as_it_is_told_is_refused(worker, model, error, says):
-    made = model()
-    by_rows = made.name == "recommender"
+    net = model()
+    by_rows = net.name == "recommender"
     x, y = ratings(16) if by_rows else data(16)
     tables = Tables(["user_table"]) if by_rows else Tables()
     with ParameterServer(worker=worker()) as strategy, pytest.raises(error, match=says):
-        strategy.fit(made, x, y, verbose=0, tables=tables)
+        strategy.fit(net, x, y, verbose=0, tables=tables)
 
 
 def test_batches_that_never_divide_are_told_of_once():
@@ -348,10 +348,10 @@ def test_batches_that_never_divide_are_told_of_once():
     says = r"10 rows.*8 devices.*padded to 16.*Use batches of 8 or 16"
     with (
         ParameterServer(worker=rows()) as strategy,
-        pytest.warns(mw.MeshwrightWarning, match=says) as told,
+        pytest.warns(mw.MeshwrightWarning, match=says) as warned,
     ):
         strategy.fit(dense("sgd"), x, y, batch_size=10, epochs=2, verbose=0)
-    (warning,) = [one for one in told if one.category is mw.MeshwrightWarning]
+    (warning,) = [one for one in warned if one.category is mw.MeshwrightWarning]
     assert warning.filename == __file__
 
 
@@ -391,12 +391,12 @@ def test_two_workers_of_four_devices_are_one_big_batch():
     expected, model = (dense(keras.optimizers.Adam(0.01)) for _ in range(2))
     history = expected.fit(x, y, **{**HOW, "batch_size": 32}).history
     with trained_on(2, consistency="sync") as (_, strategy):
-        found = strategy.fit(model, x, y, **HOW).history
+        result = strategy.fit(model, x, y, **HOW).history
         coordinator = ClusterCoordinator(strategy)
         summed = coordinator.schedule(total_on_all_devices, args=(np.arange(8.0),))
         assert coordinator.fetch(summed) == (4, 28.0)
     assert apart(expected, model) < 1e-6
-    assert found["loss"][-1] == pytest.approx(history["loss"][-1], rel=1e-5)
+    assert result["loss"][-1] == pytest.approx(history["loss"][-1], rel=1e-5)
 
 
 @pytest.mark.full

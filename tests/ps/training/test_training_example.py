@@ -16,14 +16,14 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "recommender.py"
 @pytest.mark.full
 def test_the_recommender_finds_the_hidden_tastes():
     command = [sys.executable, str(EXAMPLE), "--users", "600", "--items", "200", "--epochs", "16"]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=240,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (right,) = re.findall(r"([\d.]+)% of 600 users", done.stdout)
+    assert result.returncode == 0, result.stderr[-3000:]
+    (right,) = re.findall(r"([\d.]+)% of 600 users", result.stdout)
     assert float(right) > 95
-    assert "It found the hidden tastes." in done.stdout
+    assert "It found the hidden tastes." in result.stdout

@@ -48,13 +48,13 @@ def test_state_is_told_apart_by_who_keeps_it():
 
 def test_one_export_takes_any_number_of_rows():
     x, y = data()
-    made = exported(dense("sgd"), (x[:8], y[:8]))
-    assert made.code_for(Signature.of((x[:8], y[:8]))) is made.codes[0][1]
-    assert made.code_for(Signature.of((x[:5], y[:5]))) is made.any_rows
+    export = exported(dense("sgd"), (x[:8], y[:8]))
+    assert export.code_for(Signature.of((x[:8], y[:8]))) is export.codes[0][1]
+    assert export.code_for(Signature.of((x[:5], y[:5]))) is export.any_rows
     with pytest.raises(
         mw.BatchError, match=r"exported for 8x6 float32.*received 8x7 float32.*number of rows"
     ):
-        made.code_for(Signature.of((np.zeros([8, 7], "float32"), y[:8])))
+        export.code_for(Signature.of((np.zeros([8, 7], "float32"), y[:8])))
 
 
 def test_on_cpus_maximum_pooling_is_differentiated_by_comparison():
@@ -77,9 +77,9 @@ def test_on_cpus_maximum_pooling_is_differentiated_by_comparison():
 
 def test_without_a_free_number_of_rows_batches_must_be_alike():
     x, y = data()
-    made = exported(dense("sgd"), (x[:8], y[:8]), any_rows=False)
+    export = exported(dense("sgd"), (x[:8], y[:8]), any_rows=False)
     with pytest.raises(mw.BatchError, match="drop a smaller last one"):
-        made.code_for(Signature.of((x[:5], y[:5])))
+        export.code_for(Signature.of((x[:5], y[:5])))
 
 
 RUN = """
@@ -98,26 +98,26 @@ np.savez(sys.argv[2], loss=loss, **{path.replace("/", "."): v for path, v in gra
 def test_exported_code_runs_without_keras_and_gives_the_model_s_gradients(tmp_path: Path):
     x, y = data(8)
     model = dense("sgd")
-    made = exported(model, (x, y))
+    export = exported(model, (x, y))
     params = {path: np.asarray(v.value) for path, v in KerasVariables.of(model).params.items()}
     arguments = (params, {}, {}, {}, {}, [], [x, y])
-    (tmp_path / "made").write_bytes(pickle.dumps((made, arguments)))
+    (tmp_path / "made").write_bytes(pickle.dumps((export, arguments)))
     run = [sys.executable, "-c", RUN, str(tmp_path / "made"), str(tmp_path / "out.npz")]
     subprocess.run(run, check=True, timeout=120, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     with np.load(tmp_path / "out.npz") as file:
-        found = dict(file)
+        result = dict(file)
     before = model.get_weights()
     model.compile(keras.optimizers.SGD(1.0), model.loss)
     expected = model.train_on_batch(x, y, return_dict=True)
-    assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
+    assert float(result["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
     for path, was, now in zip(params, before, model.get_weights(), strict=True):
-        np.testing.assert_allclose(found[path.replace("/", ".")], was - now, atol=1e-6)
+        np.testing.assert_allclose(result[path.replace("/", ".")], was - now, atol=1e-6)
 
 
 def test_only_the_rows_of_a_batch_are_taken_and_each_once():
     x, y = ratings(8)
-    made = exported(recommender("sgd"), (x, y), ["user_table", "item_table"])
-    step = Compiled(made).step_for(Signature.of((x, y)))
+    export = exported(recommender("sgd"), (x, y), ["user_table", "item_table"])
+    step = Compiled(export).step_for(Signature.of((x, y)))
     looked = step.look([x["items"], x["users"], y])
     assert {name: ids.tolist() for name, ids in looked.unique.items()} == {
         "user_table/embeddings": np.unique(x["users"]).tolist(),
@@ -163,8 +163,8 @@ def test_ids_that_a_model_computes_from_its_batch_are_looked_up():
     )
     model.compile("sgd", "mse")
     batch = np.array([7, 12, 3], "int32"), np.zeros([3, 2], "float32")
-    made = exported(model, batch, ["table"])
-    looked = Compiled(made).step_for(Signature.of(batch)).look(list(batch))
+    export = exported(model, batch, ["table"])
+    looked = Compiled(export).step_for(Signature.of(batch)).look(list(batch))
     assert looked.unique["table/embeddings"].tolist() == [2, 3]
     assert looked.positions[0].tolist() == [0, 0, 1]
 

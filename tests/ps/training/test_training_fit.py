@@ -61,8 +61,8 @@ def test_what_was_trained_on_is_skipped():
 @pytest.mark.parametrize("steps", [None, 5, 0])
 @pytest.mark.parametrize("make", [str, iter])
 def test_shards_of_validation_share_all_elements(make, steps):
-    found = [list(elements_of(make("abcdefgh"), shard, 3, steps)) for shard in range(3)]
-    assert sorted("".join(map("".join, found))) == sorted("abcdefgh"[:steps])
+    results = [list(elements_of(make("abcdefgh"), shard, 3, steps)) for shard in range(3)]
+    assert sorted("".join(map("".join, results))) == sorted("abcdefgh"[:steps])
     assert num_shards(2, steps) <= 10
 
 
@@ -161,17 +161,17 @@ def test_a_run_goes_on_from_its_checkpoint_and_an_evaluator_follows_it(tmp_path)
     again = dense("sgd")
     again.compile(keras.optimizers.Adam(0.01), whole.loss, metrics=["accuracy", RowsOfClasses()])
     with ParameterServer() as strategy:  # another coordinator, which knows nothing
-        found = strategy.fit(again, x, y, epochs=3, **how).history
+        actual = strategy.fit(again, x, y, epochs=3, **how).history
     assert apart(whole, again) < 1e-6
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert [list(rows) for rows in found["rows"]] == [list(rows) for rows in expected["rows"]]
+    assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert [list(rows) for rows in actual["rows"]] == [list(rows) for rows in expected["rows"]]
     beside = build("sgd")
     (last,) = SidecarEvaluator(beside, (x, y), tmp_path, timeout_s=5).start()
     assert (last.step, last.ended) == (9, True)
     assert apart(whole, beside) < 1e-6
-    wanted = whole.evaluate(x, y, verbose=0, return_dict=True)
-    assert list(last.logs["rows"]) == list(wanted.pop("rows")) == list(np.bincount(y))
-    assert last.logs | {"rows": 0} == pytest.approx(wanted | {"rows": 0}, rel=1e-5)
+    reference = whole.evaluate(x, y, verbose=0, return_dict=True)
+    assert list(last.logs["rows"]) == list(reference.pop("rows")) == list(np.bincount(y))
+    assert last.logs | {"rows": 0} == pytest.approx(reference | {"rows": 0}, rel=1e-5)
 
 
 class Epochs(keras.callbacks.Callback):
@@ -191,10 +191,10 @@ def test_what_callbacks_have_counted_goes_on_and_a_share_of_the_rows_is_held_out
         strategy.fit(dense("sgd"), x, y, epochs=2, callbacks=[Epochs()], **how)
     resumed, counted = dense("sgd"), Epochs()
     with ParameterServer() as strategy:
-        found = strategy.fit(resumed, x, y, epochs=3, callbacks=[counted], **how).history
+        actual = strategy.fit(resumed, x, y, epochs=3, callbacks=[counted], **how).history
     assert counted.epochs == 3
     expected = dense("sgd").fit(x, y, epochs=3, validation_split=1 / 3, **HOW).history
-    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
+    assert actual["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
 
 
 @pytest.mark.full
@@ -208,7 +208,7 @@ def test_what_servers_have_trained_goes_on_synchronously(tmp_path):
         other = dense(keras.optimizers.Adam(0.01))
     one.fit(other, x, y, epochs=2, checkpoint=tmp_path / "whole", **HOW)
     beside = SidecarEvaluator(dense("sgd"), (x, y), tmp_path / "whole", timeout_s=5)
-    assert [found.ended for found in beside.start()] == [True]
+    assert [result.ended for result in beside.start()] == [True]
     expected = dense(keras.optimizers.Adam(0.01))
     expected.fit(x, y, epochs=2, **HOW)
     with one.scope():
@@ -222,10 +222,10 @@ def test_what_servers_have_trained_goes_on_synchronously(tmp_path):
 @pytest.mark.full
 def test_a_dataset_function_is_told_its_worker_and_must_last():
     x, y = data()
-    told = []
+    events = []
 
     def dataset(context: InputContext):
-        told.append((context.worker_index, context.num_workers))
+        events.append((context.worker_index, context.num_workers))
         return [(x[:8], y[:8]), (x[8:16], y[8:16])]
 
     with ParameterServer() as strategy:
@@ -235,7 +235,7 @@ def test_a_dataset_function_is_told_its_worker_and_must_last():
             strategy.fit(dense("sgd"), dataset, steps_per_epoch=3, verbose=0)
         with pytest.raises(mw.DataError, match="give steps_per_epoch="):
             strategy.fit(dense("sgd"), lambda context: iter([(x, y)]), verbose=0)
-    assert set(told) == {(0, 1)}
+    assert set(events) == {(0, 1)}
 
 
 @pytest.mark.full
@@ -277,7 +277,7 @@ def test_the_line_shows_rates_with_units_staleness_and_stragglers(monkeypatch, c
     workers = {"worker:0": (130, 0.1), "worker:1": (70, 0.4)}
     last = Look(10.0, 200, workers, 60, 200, queued=7, retried=2)
 
-    def shown(columns, *args, logs=None):
+    def visible(columns, *args, logs=None):
         """The line in the midst of an epoch, and at its end where there are logs."""
         looks, times = iter((first, last, last)), iter((0.0, 10.0, 10.0))
         rates = WorkerRates(looks.__next__, *args)
@@ -290,14 +290,14 @@ def test_the_line_shows_rates_with_units_staleness_and_stragglers(monkeypatch, c
             progress.end_epoch(logs)
         return capsys.readouterr().out
 
-    midst = shown(200, 1, 64)
+    midst = visible(200, 1, 64)
     assert "epoch 2/3" in midst
     assert "100/200  640 samples/s  10 steps/s (8 + 2 by worker)" in midst
     assert "staleness 0.5 updates  slow: worker:1  2 steps repeated  7 steps queued" in midst
-    ended = shown(200, logs={"loss": 0.25, "f1": np.array([0.5, 0.1])})
+    ended = visible(200, logs={"loss": 0.25, "f1": np.array([0.5, 0.1])})
     assert "100/100  10s  loss 0.25  f1 0.3 (mean of 2)  10 steps/s" in ended
-    assert "5,120 samples/s  80 steps/s (64 + 16 by worker)" in shown(200, 8, 64)
-    assert "100/200  slow: worker:1\x1b" in shown(60)
+    assert "5,120 samples/s  80 steps/s (64 + 16 by worker)" in visible(200, 8, 64)
+    assert "100/200  slow: worker:1\x1b" in visible(60)
     assert stragglers({"worker:0": (1, None), "worker:1": (5, 0.1)}) == []
 
 
@@ -309,16 +309,16 @@ def test_metrics_with_several_values_are_logged_as_keras_logs_them(tmp_path):
 
     def model():
         keras.utils.set_random_seed(0)
-        made = keras.Sequential([keras.Input([6]), keras.layers.Dense(3, activation="softmax")])
-        made.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score()])
-        return made
+        net = keras.Sequential([keras.Input([6]), keras.layers.Dense(3, activation="softmax")])
+        net.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score()])
+        return net
 
     expected = model().fit(x, y, verbose=0, epochs=3, **how).history
     trained, rest = model(), model()
     with ParameterServer() as strategy:
         strategy.fit(trained, x, y, epochs=2, checkpoint=tmp_path, verbose=1, **how)
     with ParameterServer() as strategy:
-        found = strategy.fit(rest, x, y, epochs=3, checkpoint=tmp_path, verbose=0, **how).history
+        actual = strategy.fit(rest, x, y, epochs=3, checkpoint=tmp_path, verbose=0, **how).history
     for name in ("f1_score", "val_f1_score", "loss"):
-        assert type(found[name][0]) is type(expected[name][0])
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
+        assert type(actual[name][0]) is type(expected[name][0])
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5)

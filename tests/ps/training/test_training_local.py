@@ -25,9 +25,9 @@ def test_one_worker_that_goes_alone_trains_as_ever(every):
     )
     history = expected.fit(x, y, epochs=2, **HOW).history
     with ParameterServer(consistency="sync") as strategy:
-        found = strategy.fit(model, x, y, epochs=2, local=LocalSGD(every), **HOW).history
+        result = strategy.fit(model, x, y, epochs=2, local=LocalSGD(every), **HOW).history
     assert apart(expected, model) < 1e-6
-    assert found["loss"] == pytest.approx(history["loss"], rel=1e-5)
+    assert result["loss"] == pytest.approx(history["loss"], rel=1e-5)
 
 
 @pytest.mark.full
@@ -70,6 +70,6 @@ def test_compressed_gradients_train(how):
     x, y = data(64)
     with ParameterServer() as strategy:
         model = dense(keras.optimizers.SGD(0.5))
-        found = strategy.fit(model, x, y, epochs=12, compression=how, **HOW).history
-    assert found["accuracy"][-1] > 0.8
-    assert found["loss"][-1] < 0.6 * found["loss"][0]
+        history = strategy.fit(model, x, y, epochs=12, compression=how, **HOW).history
+    assert history["accuracy"][-1] > 0.8
+    assert history["loss"][-1] < 0.6 * history["loss"][0]

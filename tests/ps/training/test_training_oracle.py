@@ -75,8 +75,8 @@ def test_for_one_worker_every_consistency_is_the_same(consistency, optimizer):
     model, expected = (dense(OPTIMIZERS[optimizer]()) for _ in range(2))
     history = expected.fit(x, y, **HOW).history
     with ParameterServer(consistency=consistency) as strategy:
-        found = strategy.fit(model, x, y, **HOW).history
-    same_history(history, found)
+        result = strategy.fit(model, x, y, **HOW).history
+    same_history(history, result)
     assert apart(expected, model) < 1e-6
 
 

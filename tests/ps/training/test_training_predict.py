@@ -75,8 +75,8 @@ def test_predictions_are_those_of_the_rows_by_their_keys(trained):
     strategy, model, _ = trained
     x, y = bag_data()
     expected = by_hand(strategy, model, x)
-    found = strategy.predict(model, x, batch_size=16)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    actual = strategy.predict(model, x, batch_size=16)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
     batches = [({k: v[at : at + 7] for k, v in x.items()}, y[at : at + 7]) for at in (0, 7, 14)]
     by_batch = strategy.predict(model, lambda context: batches)
     np.testing.assert_allclose(by_batch, expected[:21], atol=1e-6)
@@ -148,8 +148,8 @@ def test_a_model_without_tables_predicts_too_and_needs_not_be_compiled():
     compiled = dense("sgd", keras.layers.BatchNormalization(), keras.layers.Dropout(0.5))
     model = keras.Sequential(compiled.layers)
     with ParameterServer() as strategy:
-        found = strategy.predict(model, x, batch_size=16)
-    np.testing.assert_allclose(found, model.predict(x, verbose=0), atol=1e-6)
+        predictions = strategy.predict(model, x, batch_size=16)
+    np.testing.assert_allclose(predictions, model.predict(x, verbose=0), atol=1e-6)
 
 
 @pytest.mark.full
@@ -173,8 +173,8 @@ def test_a_checkpoint_of_a_run_is_predicted_from_on_new_servers(trained):
     with ParameterServer() as others:
         others.predict(restored, x)
         assert others.restore(directory, restored) == 6
-        found = others.predict(restored, x)
-        np.testing.assert_array_equal(found, strategy.predict(model, x))
+        predictions = others.predict(restored, x)
+        np.testing.assert_array_equal(predictions, strategy.predict(model, x))
         other = recommender("sgd", Embedding("bought", 4))
         with pytest.raises(CheckpointError, match="bought is not in the checkpoint"):
             others.restore(directory, other)
@@ -249,36 +249,36 @@ def test_models_that_cannot_be_exported_are_refused():
 def test_the_side_car_evaluates_tables_from_their_files(trained):
     strategy, model, directory = trained
     x, y = bag_data()
-    (found,) = SidecarEvaluator(bags(), (x, y), directory, batch_size=16).start()
-    assert (found.ended, found.step) == (True, 6)
-    assert found.logs == pytest.approx(
+    (evaluation,) = SidecarEvaluator(bags(), (x, y), directory, batch_size=16).start()
+    assert (evaluation.ended, evaluation.step) == (True, 6)
+    assert evaluation.logs == pytest.approx(
         strategy.evaluate(model, x, y, batch_size=16, return_dict=True)
     )
     x["items"] += 5  # rows that were never made begin as on the servers
     (other,) = SidecarEvaluator(bags(), lambda context: [(x, y)], directory).start()
     assert other.logs == pytest.approx(strategy.evaluate(model, x, y, return_dict=True))
-    assert other.logs != pytest.approx(found.logs)
+    assert other.logs != pytest.approx(evaluation.logs)
 
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_skipped(trained, tmp_path: Path):
     x, y = bag_data()
-    shown, aside = tmp_path / "shown", tmp_path / "aside"
-    shutil.copytree(trained[2], shown)
+    visible, aside = tmp_path / "shown", tmp_path / "aside"
+    shutil.copytree(trained[2], visible)
     aside.mkdir()
-    for path in (*shown.glob("step_6"), *shown.glob("tables_6_*")):
+    for path in (*visible.glob("step_6"), *visible.glob("tables_6_*")):
         path.rename(aside / path.name)
 
     def data(context):
-        for path in (*shown.glob("step_3"), *shown.glob("tables_3_*")):  # as fit(keep=1) does
+        for path in (*visible.glob("step_3"), *visible.glob("tables_3_*")):  # as fit(keep=1) does
             shutil.rmtree(path)
         for path in list(aside.iterdir()):
-            path.rename(shown / path.name)
+            path.rename(visible / path.name)
         yield x, y
 
-    evaluator = SidecarEvaluator(bags(), data, shown, poll_s=0.01, timeout_s=10)
+    evaluator = SidecarEvaluator(bags(), data, visible, poll_s=0.01, timeout_s=10)
     with pytest.warns(mw.MeshwrightWarning, match="removed while it was evaluated"):
-        (found,) = evaluator.start()
-    assert (found.step, found.ended) == (6, True)
+        (evaluation,) = evaluator.start()
+    assert (evaluation.step, evaluation.ended) == (6, True)
 
 
 def test_a_checkpoint_without_tables_is_refused(tmp_path: Path):

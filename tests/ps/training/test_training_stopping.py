@@ -84,10 +84,10 @@ def test_a_signal_saves_and_the_next_run_goes_on(tmp_path: Path, number, error, 
     assert (info.step, info.position.batches) == (done, done)
     with ParameterServer() as strategy:
         model = dense(keras.optimizers.Adam(0.01))
-        found = strategy.fit(model, Interrupting(number, -1), **steps).history
+        result = strategy.fit(model, Interrupting(number, -1), **steps).history
     assert apart(expected, model) < 1e-6
     for name, values in history.items():  # the epoch's metrics are those of all its batches
-        assert found[name] == pytest.approx(values, rel=2e-5)
+        assert result[name] == pytest.approx(values, rel=2e-5)
 
 
 SCRIPT = """
@@ -138,10 +138,10 @@ def test_a_coordinator_that_is_told_to_end_saves_first(tmp_path: Path, number: i
     pids = [int(n) for n in next(one for one in lines if one.startswith("pids")).split()[1:]]
     _wait_until(lambda: Path(f"{where}.going").exists() or process.poll() is not None)
     process.send_signal(number)
-    told, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == code or (code is None and process.returncode in (1, 130, -2))
     if code:
-        assert "Traceback" not in told
+        assert "Traceback" not in output
     for pid in pids:
         _wait_until(lambda pid=pid: not _is_there(pid))
     info = mw.read_checkpoint(where)

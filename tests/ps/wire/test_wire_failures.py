@@ -32,9 +32,9 @@ def travelled(error: BaseException) -> Exception:
 
 @pytest.mark.parametrize("error", BUILTIN, ids=repr)
 def test_pythons_own_errors_come_back_as_they_were(error: Exception) -> None:
-    got = travelled(error)
-    assert type(got) is type(error)
-    assert (str(got), got.args) == (str(error), error.args)
+    result = travelled(error)
+    assert type(result) is type(error)
+    assert (str(result), result.args) == (str(error), error.args)
 
 
 OURS = [
@@ -47,16 +47,16 @@ OURS = [
 @pytest.mark.parametrize("kind", OURS)
 def test_errors_of_meshwright_come_back_as_they_were(kind: type[Exception]) -> None:
     error = kind("no", 8, 4, "b") if kind is DoesNotFitError else kind("no")
-    got = travelled(error)
-    assert type(got) is kind
-    assert (str(got), got.args) == (str(error), error.args)
-    assert {**vars(got), "__notes__": None} == {**vars(error), "__notes__": None}
+    result = travelled(error)
+    assert type(result) is kind
+    assert (str(result), result.args) == (str(error), error.args)
+    assert {**vars(result), "__notes__": None} == {**vars(error), "__notes__": None}
 
 
 def test_what_an_error_knows_travels_with_it() -> None:
-    got = travelled(UnreachableError("gone", "ps:1"))
-    assert isinstance(got, UnreachableError)
-    assert got.task == "ps:1"
+    result = travelled(UnreachableError("gone", "ps:1"))
+    assert isinstance(result, UnreachableError)
+    assert result.task == "ps:1"
     lost = travelled(NotFiniteError("NaN", 3, 1, ("dense/kernel",)))
     assert isinstance(lost, NotFiniteError)
     assert (lost.step, lost.epoch, lost.variables) == (3, 1, ("dense/kernel",))
@@ -97,9 +97,9 @@ def test_the_traceback_travels_as_a_note() -> None:
 
 @pytest.mark.parametrize("name", ["open", "eval", "SystemExit", "__import__", "no_such", "int", 3])
 def test_no_name_makes_a_peer_do_more_than_raise(name: object) -> None:
-    told = Message("error", {"room": "builtins", "type": name, "text": "t", "args": ["1"]})
+    message = Message("error", {"room": "builtins", "type": name, "text": "t", "args": ["1"]})
     with pytest.raises(ScheduledError):
-        raise_failure(told)
+        raise_failure(message)
 
 
 @pytest.mark.parametrize("head", [{}, {"room": ["x"]}, {"attributes": 3, "args": 1}])
@@ -111,9 +111,9 @@ def test_a_broken_telling_still_raises(head: dict[str, object]) -> None:
 @pytest.mark.parametrize("error", [ValueError("bad row"), UnreachableError("gone", "ps:0")])
 def test_notes_travel_over_several_tasks_and_more_can_be_added(error: Exception) -> None:
     error.add_note("batch 17")
-    got = travelled(travelled(error))
-    got.add_note("one more")
-    first, second, third, last = got.__notes__
+    result = travelled(travelled(error))
+    result.add_note("one more")
+    first, second, third, last = result.__notes__
     assert (first, last) == ("batch 17", "one more")
     assert second.startswith("in worker:1:\n")
     assert third.startswith("in worker:1:\n")

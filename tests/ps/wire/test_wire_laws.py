@@ -54,11 +54,11 @@ def channel(core_and_channel: tuple[Asked, Channel]) -> Channel:
 def test_arrays_of_every_kind_come_back_as_they_were(channel: Channel) -> None:
     for _ in range(3):  # shared memory is used again
         answer = channel.ask(Message("echo", {}, tuple(ARRAYS.values())))
-        for (name, sent), got in zip(ARRAYS.items(), answer.arrays, strict=True):
-            assert (got.dtype, got.shape) == (sent.dtype, sent.shape), name
-            assert got.tobytes() == sent.tobytes(), name
-            assert got.flags.aligned, name
-            assert not got.flags.writeable, name
+        for (name, sent), result in zip(ARRAYS.items(), answer.arrays, strict=True):
+            assert (result.dtype, result.shape) == (sent.dtype, sent.shape), name
+            assert result.tobytes() == sent.tobytes(), name
+            assert result.flags.aligned, name
+            assert not result.flags.writeable, name
 
 
 def test_heads_come_back_as_they_were(channel: Channel) -> None:
@@ -119,9 +119,9 @@ def test_what_is_no_plain_value_is_refused_before_it_leaves(core: Asked, channel
 
 
 def test_arrays_stay_what_they_were_while_somebody_holds_them(channel: Channel) -> None:
-    held = [channel.ask(Message("echo", {}, (np.full(9000, n),))).arrays[0] for n in range(30)]
-    assert [int(array[0]) for array in held] == list(range(30))
-    assert all((array == array[0]).all() for array in held)
+    arrays = [channel.ask(Message("echo", {}, (np.full(9000, n),))).arrays[0] for n in range(30)]
+    assert [int(array[0]) for array in arrays] == list(range(30))
+    assert all((array == array[0]).all() for array in arrays)
 
 
 def test_a_number_that_nobody_sent_has_no_answer(channel: Channel) -> None:

@@ -73,10 +73,10 @@ def test_what_a_killed_server_was_asked_is_answered_by_the_next(tmp_path: Path) 
             channel.wait(numbers[0], 0.2)
         with server(address, path):
             for n, number in enumerate(numbers):
-                (got,) = channel.wait(number).arrays
-                np.testing.assert_array_equal(got, 2 * (PUSHED + n))
-            (got,) = channel.ask(Message("push", {}, (PUSHED,))).arrays
-            np.testing.assert_array_equal(got, 2 * PUSHED)
+                (result,) = channel.wait(number).arrays
+                np.testing.assert_array_equal(result, 2 * (PUSHED + n))
+            (result,) = channel.ask(Message("push", {}, (PUSHED,))).arrays
+            np.testing.assert_array_equal(result, 2 * PUSHED)
             assert channel.connections == 2
 
 
@@ -87,7 +87,7 @@ def test_the_wire_loads_neither_jax_nor_keras() -> None:
         "meshwright.ps.wire.values\n"
         "print(*sorted({'jax', 'jaxlib', 'keras', 'ml_dtypes', 'cloudpickle'} & {*sys.modules}))"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S, check=True
     )
-    assert done.stdout == "\n"
+    assert result.stdout == "\n"

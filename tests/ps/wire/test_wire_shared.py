@@ -62,27 +62,27 @@ def carried(sender: Shared, receiver: Shared, array: np.ndarray) -> tuple[np.nda
 @given(st.lists(st.one_of(st.integers(0, 700), st.integers(-9, -1)), max_size=60))
 def test_blocks_never_overlap_and_all_room_comes_back(moves: list[int]) -> None:
     space = Space(2048)
-    taken: dict[int, int] = {}
+    record: dict[int, int] = {}
     for move in moves:
         if move >= 0:
             start = space.take(move)
             stops = -(-max(1, move) // ALIGNED_BYTES) * ALIGNED_BYTES
             if start is None:
-                ends = sorted([0, *taken, *taken.values(), 2048])
+                ends = sorted([0, *record, *record.values(), 2048])
                 gaps = [b - a for a, b in zip(ends[::2], ends[1::2], strict=True)]
                 assert max(gaps) < stops
             else:
                 assert start % ALIGNED_BYTES == 0
                 assert start + stops <= 2048
-                assert all(start + stops <= a or b <= start for a, b in taken.items())
-                taken[start] = start + stops
-        elif taken:
-            start = list(taken)[move % len(taken)]
+                assert all(start + stops <= a or b <= start for a, b in record.items())
+                record[start] = start + stops
+        elif record:
+            start = list(record)[move % len(record)]
             space.give(start)
             space.give(start)
-            del taken[start]
-        assert space.taken_bytes == sum(b - a for a, b in taken.items())
-    for start in taken:
+            del record[start]
+        assert space.taken_bytes == sum(b - a for a, b in record.items())
+    for start in record:
         space.give(start)
     assert space.take(2048) == 0
 
@@ -92,24 +92,24 @@ def test_large_arrays_are_carried_by_memory_and_leave_no_file(
 ) -> None:
     one, other = ends
     for sender, receiver in ((one, other), (other, one)):
-        got, num_bytes = carried(sender, receiver, LARGE)
-        np.testing.assert_array_equal(got, LARGE)
+        result, num_bytes = carried(sender, receiver, LARGE)
+        np.testing.assert_array_equal(result, LARGE)
         assert num_bytes < 300
-        assert not got.flags.writeable
+        assert not result.flags.writeable
     assert list(folder.iterdir()) == []
 
 
 def test_a_block_is_used_again_when_no_array_lies_in_it(ends: tuple[Shared, Shared]) -> None:
     one, other = ends
-    held, _ = carried(one, other, LARGE)
-    view = held[10:].reshape(2, -1)
-    del held
+    array, _ = carried(one, other, LARGE)
+    view = array[10:].reshape(2, -1)
+    del array
     addresses = set()
     for n in range(20):
-        got, _ = carried(one, other, LARGE + n)
-        assert got[0] == n
-        addresses.add(got.ctypes.data)
-        del got
+        result, _ = carried(one, other, LARGE + n)
+        assert result[0] == n
+        addresses.add(result.ctypes.data)
+        del result
         carried(other, one, LARGE)  # its notes tell of the free blocks
     assert len(addresses) <= 3
     assert view[0, 0] == 10
@@ -118,12 +118,12 @@ def test_a_block_is_used_again_when_no_array_lies_in_it(ends: tuple[Shared, Shar
 
 def test_segments_grow_as_they_are_needed(ends: tuple[Shared, Shared], folder: Path) -> None:
     one, other = ends
-    held = [carried(one, other, np.full(200_000, float(n)))[0] for n in range(12)]
-    assert all((array == n).all() for n, array in enumerate(held))
+    arrays = [carried(one, other, np.full(200_000, float(n)))[0] for n in range(12)]
+    assert all((array == n).all() for n, array in enumerate(arrays))
     sizes = [segment.num_bytes for segment in one._filled.segments]
     assert sizes == sorted(sizes)
     assert len(sizes) <= 6
-    assert sum(sizes) <= 4 * sum(array.nbytes for array in held)
+    assert sum(sizes) <= 4 * sum(array.nbytes for array in arrays)
     assert list(folder.iterdir()) == []
 
 
@@ -132,11 +132,11 @@ def test_beyond_the_limit_arrays_travel_in_frames(
 ) -> None:
     monkeypatch.setattr(sharing, "LIMIT_BYTES", 2 << 20)
     with connected() as channel:
-        held = [channel.ask(Message("echo", {}, (np.full(50_000, n),))) for n in range(30)]
+        replies = [channel.ask(Message("echo", {}, (np.full(50_000, n),))) for n in range(30)]
         shared = channel._shared
         assert shared is not None
         assert sum(one.num_bytes for one in shared._filled.segments) <= 2 << 20
-    assert all((answer.arrays[0] == n).all() for n, answer in enumerate(held))
+    assert all((answer.arrays[0] == n).all() for n, answer in enumerate(replies))
 
 
 def test_where_memory_is_short_arrays_travel_in_frames(
@@ -151,8 +151,8 @@ def test_where_memory_is_short_arrays_travel_in_frames(
 
     monkeypatch.setattr(segments, "_reserve", full)
     with connected() as channel:
-        (got,) = channel.ask(Message("echo", {}, (LARGE,))).arrays
-        np.testing.assert_array_equal(got, LARGE)
+        (result,) = channel.ask(Message("echo", {}, (LARGE,))).arrays
+        np.testing.assert_array_equal(result, LARGE)
         assert list(folder.iterdir()) == []
 
 
@@ -183,8 +183,8 @@ def test_a_peer_on_another_host_is_served_by_frames(
 ) -> None:
     monkeypatch.setattr(Shared, "accepting", classmethod(lambda cls, offered: None))
     with connected() as channel:
-        (got,) = channel.ask(Message("echo", {}, (LARGE,))).arrays
-        np.testing.assert_array_equal(got, LARGE)
+        (result,) = channel.ask(Message("echo", {}, (LARGE,))).arrays
+        np.testing.assert_array_equal(result, LARGE)
         assert channel._shared is None
         assert list(folder.iterdir()) == []
 
@@ -214,9 +214,9 @@ def test_a_place_that_is_none_is_refused(ends: tuple[Shared, Shared], place: Any
 
 def test_arrays_outlive_the_channel(folder: Path) -> None:
     with connected() as channel:
-        (got,) = channel.ask(Message("echo", {}, (LARGE,))).arrays
+        (result,) = channel.ask(Message("echo", {}, (LARGE,))).arrays
     gc.collect()
-    np.testing.assert_array_equal(got, LARGE)
+    np.testing.assert_array_equal(result, LARGE)
 
 
 @contextmanager

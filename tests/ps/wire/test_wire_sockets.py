@@ -162,8 +162,8 @@ def test_what_is_no_message_is_answered_with_an_error_and_the_next_one_is_served
 def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
     for address in ("tcp://127.0.0.1:*", f"ipc://{tmp_path}/s"):
         with Listener(address) as first:
-            told = re.escape(f"cannot listen at {first.address}: address already in use. Give")
-            with pytest.raises(ClusterError, match=told):
+            message = re.escape(f"cannot listen at {first.address}: address already in use. Give")
+            with pytest.raises(ClusterError, match=message):
                 Listener(first.address)
     Listener(f"ipc://{tmp_path}/s").close()
     (tmp_path / "file").write_text("not a socket")
@@ -230,18 +230,18 @@ def test_messages_that_nobody_asked_for_reach_a_poller() -> None:
         poller = zmq.Poller()
         for socket in (*chief.sockets, *other.sockets, *channel.sockets):
             poller.register(socket, zmq.POLLIN)
-        got: list[tuple[str, object]] = []
+        result: list[tuple[str, object]] = []
         until = time.monotonic() + WAIT_S
-        while len(got) < 4 and time.monotonic() < until:
+        while len(result) < 4 and time.monotonic() < until:
             poller.poll(1000)
             assert other.poll(0) == []
             for peer, message in chief.poll(0):
-                got.append((message.kind, peer))
+                result.append((message.kind, peer))
                 for step in range(3):
                     assert chief.answer(peer, Message("call", {"step": step}))
             while (pushed := channel.receive_nowait()) is not None:
-                got.append((pushed.kind, pushed.head["step"]))
-    assert got == [("join", b"worker:0"), ("call", 0), ("call", 1), ("call", 2)]
+                result.append((pushed.kind, pushed.head["step"]))
+    assert result == [("join", b"worker:0"), ("call", 0), ("call", 1), ("call", 2)]
 
 
 def test_an_answer_to_nobody_is_no_error() -> None:

@@ -69,8 +69,8 @@ def same(one: Any, other: Any) -> bool:
 
 def travelled(value: Any) -> Any:
     head, arrays = pack_value(value)
-    got = decode(encode(Message("result", {"value": head}, arrays)))
-    return unpack_value(got.head["value"], got.arrays)
+    result = decode(encode(Message("result", {"value": head}, arrays)))
+    return unpack_value(result.head["value"], result.arrays)
 
 
 @given(VALUES)
@@ -86,11 +86,11 @@ def test_the_comparison_of_these_tests_can_fail() -> None:
 
 def test_arrays_of_jax_come_back_as_those_of_numpy() -> None:
     value = {"a": jnp.arange(5.0), "b": (jnp.float32(2), jnp.ones((2, 3), jnp.bfloat16))}
-    got = travelled(value)
-    assert type(got["a"]) is type(got["b"][1]) is np.ndarray
-    np.testing.assert_array_equal(got["a"], np.arange(5, dtype=np.float32))
-    assert got["b"][1].dtype == ml_dtypes.bfloat16
-    assert got["b"][0] == 2
+    result = travelled(value)
+    assert type(result["a"]) is type(result["b"][1]) is np.ndarray
+    np.testing.assert_array_equal(result["a"], np.arange(5, dtype=np.float32))
+    assert result["b"][1].dtype == ml_dtypes.bfloat16
+    assert result["b"][0] == 2
 
 
 Point = collections.namedtuple("Point", "x y")
