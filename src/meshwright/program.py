@@ -7,7 +7,7 @@ know neither Keras nor any other front end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -37,6 +37,18 @@ class TrainState(NamedTuple):
     state: Arrays
     slots: Arrays
     metrics: Arrays
+
+
+def shapes_of(infos: Iterable[ParamInfo]) -> Arrays:
+    """The shapes and dtypes of variables by path.
+
+    >>> shapes_of([ParamInfo("w", ("w",), (4, 2), "float32", itemsize=4)])
+    {'w': ShapeDtypeStruct(shape=(4, 2), dtype=float32)}
+    """
+    import jax
+    import jax.numpy as jnp
+
+    return {info.path: jax.ShapeDtypeStruct(info.dims, jnp.dtype(info.dtype)) for info in infos}
 
 
 class Aux(NamedTuple):

@@ -11,6 +11,7 @@ from ..layouts.dim_rules import DimRules
 from ..layouts.layout import MATCH, UNSHARDED, Layout, Spec
 from ..layouts.layout_map import Given, LayoutMap, as_given
 from ..layouts.mesh import Mesh
+from ..layouts.placement_arguments import as_axes
 
 Build = Callable[[], Any]
 
@@ -117,7 +118,7 @@ def _axes_of_arguments(case: Case) -> Mapping[str, Iterable[str]]:
     axes_of = {
         f"layout {pattern!r}": _axes_of(layout) for pattern, layout in _layouts(case).items()
     }
-    axes_of["batch="] = _as_axes(_batch(case))
+    axes_of["batch="] = as_axes(_batch(case))
     pairs = ruled.pairs if ruled else ()
     axes_of |= {f"rule '{dim}:{axes}'": DimRules([(dim, axes)]).axes(dim) for dim, axes in pairs}
     for name in _MAPPED:
@@ -165,7 +166,7 @@ def _setup(
     if (ruled := _dim_rules(case)) is not None:
         options["rules"] = ruled.on(mesh)
     if ruled is None or "batch" in options:
-        options["batch"] = tuple(axis for axis in _as_axes(batch) if axis in mesh) or None
+        options["batch"] = tuple(axis for axis in as_axes(batch) if axis in mesh) or None
     absent = dict.fromkeys(a for axes in axes_of_arguments.values() for a in axes if a not in mesh)
     notes = [
         f"the mesh has no axis {axis!r}; dims laid out on it are not split here" for axis in absent
@@ -192,7 +193,7 @@ def _within(layout: Given, mesh: Mesh) -> Given:
     def on_mesh(spec: Spec) -> Any:
         if spec in (MATCH, UNSHARDED):
             return spec
-        return tuple(axis for axis in _as_axes(spec) if axis in mesh) or UNSHARDED
+        return tuple(axis for axis in as_axes(spec) if axis in mesh) or UNSHARDED
 
     return Layout([on_mesh(spec) for spec in layout.specs], pad=layout.pad)
 
@@ -203,7 +204,3 @@ def _mapped(layouts: Any) -> dict[Any, Given]:
         return {}
     by_position = layouts if isinstance(layouts, Mapping) else {0: layouts}
     return {key: as_given(layout) for key, layout in by_position.items()}
-
-
-def _as_axes(spec: Any) -> tuple[str, ...]:
-    return () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)

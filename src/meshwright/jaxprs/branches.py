@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .edits import constraint_on
+
 
 def with_free_results(jaxpr: Any) -> Any:
     """The open jaxpr, in which no branch ends in a layout.
@@ -57,14 +59,8 @@ def _results_freed(jaxpr: Any) -> Any:
 
 def _says_nothing(constraint: Any) -> Any:
     """A constraint on the result of another that leaves every dim to XLA."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
+    from jax.sharding import PartitionSpec
 
     (value,) = constraint.outvars
-    free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * value.aval.ndim)
-    sharding = NamedSharding(constraint.params["sharding"].mesh, free)
-    traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
-        jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype, weak_type=value.aval.weak_type)
-    )
-    (eqn,) = traced.jaxpr.eqns
-    return eqn.replace(invars=[value], source_info=constraint.source_info)
+    free = [PartitionSpec.UNCONSTRAINED] * value.aval.ndim
+    return constraint_on(value, constraint.params["sharding"].mesh, free, constraint)

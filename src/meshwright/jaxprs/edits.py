@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .primitives import CHECKPOINTS
@@ -52,6 +52,24 @@ def count_uses(jaxpr: Any) -> Counter[Any]:
 
     read = [var for eqn in jaxpr.eqns for var in eqn.invars] + list(jaxpr.outvars)
     return Counter(var for var in read if not isinstance(var, Literal))
+
+
+def constraint_on(value: Any, mesh: Any, entries: Sequence[Any], like: Any) -> Any:
+    """An equation that lays ``value`` out, at the source line of the equation ``like``.
+
+    ``entries`` are those of a ``PartitionSpec``. The equation has a variable of its own for the
+    result. It is traced rather than built, so that only public names of JAX are needed.
+    """
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    sharding = NamedSharding(mesh, PartitionSpec(*entries))
+    aval = value.aval
+    traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    )
+    (eqn,) = traced.jaxpr.eqns
+    return eqn.replace(invars=[value], source_info=like.source_info)
 
 
 def _throughout(jaxpr: Any, edit: Edit) -> Any:

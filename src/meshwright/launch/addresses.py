@@ -48,13 +48,13 @@ def is_ipv6(host: str) -> bool:
         return False
 
 
-def listener_at(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens where :func:`to_listen` says; port 0 stands for any free one."""
+def listener_at(host: str) -> socket.socket:
+    """A socket that listens where :func:`to_listen` says, on a free port."""
     if host.startswith("["):
         both = host == "[::]" and socket.has_dualstack_ipv6()
-        where = (host.strip("[]"), port)
+        where = (host.strip("[]"), 0)
         return socket.create_server(where, family=socket.AF_INET6, dualstack_ipv6=both)
-    return socket.create_server((host, port))
+    return socket.create_server((host, 0))
 
 
 def to_connect(address: str) -> str:

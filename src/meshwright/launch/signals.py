@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 
 PREEMPTED = 75
 PATIENCE_S = {signal.SIGTERM: 60.0, signal.SIGINT: 10.0}  # after Ctrl-C ranks may differ by a step
@@ -47,12 +47,12 @@ class Stopping:
 
 
 @contextlib.contextmanager
-def passing_on(numbers: Sequence[signal.Signals] = ASKED) -> Iterator[Stopping]:
+def passing_on() -> Iterator[Stopping]:
     """Inside, these signals are heard by the result and do nothing else; those ignored stay so."""
     stopping = Stopping()
     before = {
         n: signal.signal(n, lambda number, _: stopping.hear(number))
-        for n in numbers
+        for n in ASKED
         if signal.getsignal(n) != signal.SIG_IGN
     }
     try:

@@ -49,8 +49,9 @@ def batch_axes_faults(batch: Any, mesh: Mesh) -> list[str]:
     return unknown + [f"batch={batch!r} names axis {axis!r} more than once." for axis in twice]
 
 
-def as_axes(batch: BatchAxes) -> tuple[str, ...]:
-    return () if batch is None else (batch,) if isinstance(batch, str) else batch
+def as_axes(spec: Any) -> tuple[str, ...]:
+    """The axes of one entry of a layout or of a ``PartitionSpec``: a name, several or ``None``."""
+    return () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)
 
 
 def rules_faults(rules: DimRules | None, mesh: Mesh) -> list[str]:

@@ -18,7 +18,7 @@ from ..errors import ModelError
 from ..frontends.inputs import leaf_names
 from ..jaxprs.rows import RowsMixError, row_dims
 from ..launch.progress import inside
-from ..program import TrainState
+from ..program import TrainState, shapes_of
 from .api import TensorSpec
 from .requests import Lengths
 from .source import Source
@@ -205,11 +205,7 @@ class Forward:
     def _own(self) -> TrainState:
         """Shapes of the weights in their own dims."""
         program = self.source.steps.program
-        params, state = (
-            {i.path: jax.ShapeDtypeStruct(i.dims, jax.numpy.dtype(i.dtype)) for i in infos}
-            for infos in (program.params, program.state)
-        )
-        return TrainState(params, state, {}, {})
+        return TrainState(shapes_of(program.params), shapes_of(program.state), {}, {})
 
     def _shapes_of_outputs(self, lengths: Lengths) -> Any:
         batch = self.laid(Shape(self.source.mesh.size, lengths))

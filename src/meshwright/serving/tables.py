@@ -19,7 +19,7 @@ import numpy as np
 
 from ..checkpoint import CheckpointInfo
 from ..errors import CheckpointError, MeshwrightError, ModelError, NotReadyError, RequestError
-from ..program import Program, TrainState
+from ..program import Program, TrainState, shapes_of
 from .api import TensorSpec
 
 _WAIT_S = 4.0  # for an answer of a server: clients hear of a silent one within 5 s
@@ -98,10 +98,7 @@ class TableInputs:
         def of_inputs(arrays: list[Any]) -> list[Any]:
             return ids(arrays, zeros(program.params), zeros(program.state))
 
-        params, state = (
-            {i.path: jax.ShapeDtypeStruct(i.dims, jax.numpy.dtype(i.dtype)) for i in infos}
-            for infos in (program.params, program.state)
-        )
+        params, state = shapes_of(program.params), shapes_of(program.state)
         jaxpr = _compat.without_dead_code(jax.make_jaxpr(ids)(list(inputs), params, state))
         read = {id(var) for eqn in jaxpr.eqns for var in eqn.invars}
         if any(id(var) in read for var in jaxpr.invars[len(inputs) :]):

@@ -17,9 +17,9 @@ from ..errors import PipelineError
 from ..layouts.layout import UNSHARDED, Layout
 from ..layouts.params import ParamInfo, Placed
 from ..layouts.placement import Placement
-from ..program import Arrays, Program, TrainState
+from ..program import Arrays, Program, TrainState, shapes_of
 from .by_stage import ByStage, Piece, from_row, packed_row
-from .stacking import Stacking, asking, by_part, shapes_of, spread_over
+from .stacking import Stacking, asking, by_part, spread_over
 
 _WEIGHTS = "weights"
 _ALIGNED = 128  # elements that the length of a row is a multiple of

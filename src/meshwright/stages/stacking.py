@@ -18,7 +18,7 @@ from ..layouts.layout import Layout
 from ..layouts.params import ParamInfo, Placed
 from ..layouts.placement import Placement
 from ..layouts.zero import share_out
-from ..program import Arrays, Program, TrainState
+from ..program import Arrays, Program, TrainState, shapes_of
 from .alike import Families, Places, alike
 from .deal import Deal
 
@@ -253,14 +253,6 @@ def _slots_of(program: Program, row: Sequence[str]) -> list[tuple[str, ...]]:
                 )
             of[info.owner].append(info.path)
     return list(zip(*of.values(), strict=True))
-
-
-def shapes_of(infos: Sequence[ParamInfo]) -> Arrays:
-    """The shapes of variables by path."""
-    import jax
-    import jax.numpy as jnp
-
-    return {info.path: jax.ShapeDtypeStruct(info.dims, jnp.dtype(info.dtype)) for info in infos}
 
 
 def _stacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:

@@ -24,6 +24,7 @@ from typing import Any
 from .. import _compat
 from ..errors import LayoutError
 from ..jaxprs import lines, reach
+from ..jaxprs.edits import constraint_on
 from ..jaxprs.link_rows import conv_places
 from ..jaxprs.primitives import (
     CALLS,
@@ -408,23 +409,14 @@ class _Edit:
         return [*before, eqn.replace(invars=invars, outvars=outvars), *after]
 
     def _constraint(self, atom: Any, whole: dict[int, None], eqn: Any) -> Any:
-        """An equation that holds dims of a value whole, with a variable of its own for the result.
-
-        It is traced rather than built, so that only public names of JAX are needed.
-        """
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
+        """An equation that holds dims of a value whole; its result is a variable of its own."""
+        from jax.sharding import PartitionSpec
 
         entries = [
             None if dim in whole else PartitionSpec.UNCONSTRAINED
             for dim in range(len(atom.aval.shape))
         ]
-        sharding = NamedSharding(self.mesh.jax_mesh, PartitionSpec(*entries))
-        traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
-            jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=atom.aval.weak_type)
-        )
-        (constraint,) = traced.jaxpr.eqns
-        return constraint.replace(invars=[atom], source_info=eqn.source_info)
+        return constraint_on(atom, self.mesh.jax_mesh, entries, eqn)
 
 
 def _apart(eqn: Any) -> list[int]:

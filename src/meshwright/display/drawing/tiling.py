@@ -150,7 +150,7 @@ def directions(dims: Sequence[int], counts: Sequence[int]) -> Directions:
     return Directions((), cut, others)
 
 
-def mesh_grid(mesh: Mesh, longest_row: int = 8) -> Grid:
+def mesh_grid(mesh: Mesh) -> Grid:
     """The devices as cells, in the mesh's order; a long single axis is wrapped into rows.
 
     >>> mesh_grid(Mesh({"batch": 2, "rows": 3, "columns": 4}))
@@ -158,7 +158,7 @@ def mesh_grid(mesh: Mesh, longest_row: int = 8) -> Grid:
     """
     sizes = mesh.shape
     if len(sizes) == 1:
-        row = min(sizes[0], longest_row if sizes[0] <= 64 else 32)
+        row = min(sizes[0], 8 if sizes[0] <= 64 else 32)
         return Grid(1, -(-sizes[0] // row), row, sizes[0])
     return Grid.full(math.prod(sizes[:-2]), sizes[-2], sizes[-1])
 

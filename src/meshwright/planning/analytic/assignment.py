@@ -16,6 +16,7 @@ from ...hlo.groups import Axes
 from ...layouts.mesh import Mesh
 from ...layouts.params import Placed
 from ...layouts.placement import Placement
+from ...layouts.placement_arguments import as_axes
 from ...program import Batch, Program
 from ...step.options import StepOptions
 from ...targets.hardware import Hardware
@@ -193,16 +194,12 @@ def _lies(described: AbstractStep, axes: Axes) -> dict[str, Along]:
     }
     batch = described.batch[0] if described.how.batches > 1 else described.batch
     for path, array in jax.tree.leaves_with_path(batch):
-        result[input_path(path)] = tuple(map(_of_spec, array.sharding.spec))
+        result[input_path(path)] = tuple(map(as_axes, array.sharding.spec))
     present = {name for name, _ in axes}
     return {
         path: tuple(tuple(axis for axis in along if axis in present) for along in dims)
         for path, dims in result.items()
     }
-
-
-def _of_spec(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _along(graph: Graph, lies: Mapping[str, Along]) -> tuple[dict[int, tuple[str, ...]], list[str]]:

@@ -13,6 +13,7 @@ from ...hlo.origins import Origin
 from ...hlo.remedies import remedy
 from ...hlo.text import Array
 from ...hlo.traffic import Transfer
+from ...layouts.params import Placed
 from ...layouts.placement import Placement
 from ..graph import Graph, Operation
 from ..search.facts import facts_of
@@ -173,8 +174,10 @@ def _of_variable(
     return OperationCost("gather", "", phase, work, variable=path, remedy=remedy, itemsize=itemsize)
 
 
-def transfers_of(costs: Iterable[OperationCost], dtypes: dict[int, str]) -> tuple[Transfer, ...]:
-    """The collectives in the report's words; ``dtypes`` maps an element's bytes to its type."""
+def transfers_of(costs: Iterable[OperationCost], placed: Iterable[Placed]) -> tuple[Transfer, ...]:
+    """The collectives in the report's words; types of elements are those of the parameters."""
+    parameters = (entry.info for entry in placed if entry.info.role == "parameter")
+    dtypes = {info.itemsize: info.dtype for info in parameters}
     return tuple(
         Transfer(
             kind=collective.kind,

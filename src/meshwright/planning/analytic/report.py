@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ...errors import LayoutError, TargetError
-from ...layouts.params import Placed
 from ...layouts.placement import Placement
 from ...program import Batch
 from ...targets.hardware import Hardware
@@ -70,7 +68,7 @@ def report_of_graph(
             peak_is=_PEAK_IS,
             available_bytes=hardware.memory_bytes,
         ),
-        collectives=transfers_of(costs, _dtypes(described.placed)),
+        collectives=transfers_of(costs, described.placed),
         estimate=estimate_of(assignment, costs, target, hardware),
         notes=_notes(assignment, described),
         placed=described.placed,
@@ -121,10 +119,3 @@ def _at_end(assignment: Assignment) -> int:
         if tensor.role == "parameter"
     ]
     return sum(int(resting_bytes(assignment.lay, piece)[0]) for piece in (*new, *gradients))
-
-
-def _dtypes(placed: Sequence[Placed]) -> dict[int, str]:
-    """The type of an element by its bytes, as the parameters have it."""
-    return {
-        entry.info.itemsize: entry.info.dtype for entry in placed if entry.info.role == "parameter"
-    }

@@ -16,7 +16,7 @@ from typing import Any
 from ...jaxprs.repeats import LEAST, NO_RUN, Run, repeated
 from ...jaxprs.scopes import layer_of
 from ...layouts.params import ParamInfo, Placed
-from ...program import Arrays, Aux, Batch, Program, TrainState
+from ...program import Arrays, Aux, Batch, Program, TrainState, shapes_of
 from ..abstract_step import AbstractStep
 from .traced import TracedLoss, evaluated, shortened, traced, training_loss
 
@@ -71,7 +71,7 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
         return None, "its blocks are cut into the stages of a pipeline"
     batch = described.batch[0] if described.how.batches > 1 else described.batch
     trace = program.under(described.placement, functools.partial(TracedLoss.of, program))
-    loss: TracedLoss = trace(_shapes_of(program), _shapes(batch))
+    loss: TracedLoss = trace(TrainState(*map(shapes_of, program.parts)), _shapes(batch))
     repeats, reason = repeated(loss.jaxpr, loss.params, loss.changed)
     if repeats is None or repeats.run.count < least:
         return None, reason
@@ -89,16 +89,6 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
         return replace(described, program=_shorter(program, twins, run, count))
 
     return Reduced(tuple(zip(*rows, strict=True)), _layers(loss.jaxpr, run), with_blocks), ""
-
-
-def _shapes_of(program: Program) -> TrainState:
-    import jax
-    import jax.numpy as jnp
-
-    def shape(info: ParamInfo) -> Any:
-        return jax.ShapeDtypeStruct(info.dims, jnp.dtype(info.dtype))
-
-    return TrainState(*({info.path: shape(info) for info in part} for part in program.parts))
 
 
 def _shapes(tree: Any) -> Any:

@@ -60,7 +60,7 @@ def report_of(
             peak_is=_PEAK_IS,
             available_bytes=hardware.memory_bytes,
         ),
-        collectives=(*_permutes(staging), *transfers_of(costs, _dtypes(described))),
+        collectives=(*_permutes(staging), *transfers_of(costs, described.placed)),
         estimate=_estimate(assignment, costs, cost, staging, target, hardware),
         notes=(*_notes(staging, cost), *(described.staged.notes if described.staged else ())),
         placed=described.placed,
@@ -218,11 +218,3 @@ def _notes(staging: Staging, cost: PipelineCost) -> tuple[str, ...]:
         f"micro-batches: {len(table.ticks)} ticks; the busiest stage works "
         f"{share_text(1 - cost.idle_share)} of the step",
     )
-
-
-def _dtypes(described: AbstractStep) -> dict[int, str]:
-    return {
-        entry.info.itemsize: entry.info.dtype
-        for entry in described.placed
-        if entry.info.role == "parameter"
-    }

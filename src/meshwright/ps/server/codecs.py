@@ -37,19 +37,6 @@ def decode_gradient(
     return gradient
 
 
-def bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """The bits of float32 values rounded to the nearest bfloat16 (ties to even); no NaN becomes
-    infinite.
-
-    >>> bfloat16_bits(np.array([1.0, -2.0], np.float32)).tolist()
-    [16256, 49152]
-    """
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
-
-
 def _plain(arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     return arrays[0]
 

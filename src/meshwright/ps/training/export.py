@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import export as jax_export
 
 from ...errors import ModelError
-from ...program import Batch, Program
+from ...program import Batch, Program, shapes_of
 from ...step.platform import tracing_for
 from .exported import Code, Exported
-from .gradients import Clip, Parts, StepFunctions, shapes_of
+from .gradients import Clip, Parts, StepFunctions
 from .signature import Signature
 from .tables import Lookups, NoLookups
 

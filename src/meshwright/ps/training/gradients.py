@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import ArrayError, ModelError
-from ...program import Arrays, Aux, Batch, Program, TrainState
+from ...program import Arrays, Aux, Batch, Program, TrainState, shapes_of
 from ...step.assemble import Stages
 from ...step.gradient import Gradient, gradient
 from ...step.padding import Padded
@@ -313,11 +313,6 @@ def _hollow(tables: tuple[Table, ...]) -> Arrays:
 
 def _zeros(infos: Any) -> Arrays:
     return {info.path: jnp.zeros(info.dims, info.dtype) for info in infos}
-
-
-def shapes_of(infos: Any) -> Arrays:
-    """Path -> shape and dtype."""
-    return {info.path: jax.ShapeDtypeStruct(tuple(info.dims), info.dtype) for info in infos}
 
 
 def _traced(program: Program, batch: Any, lookups: Lookups) -> tuple[set[str], tuple[IdsOf, ...]]:
