@@ -334,11 +334,9 @@ def test_an_activation_that_is_gathered_is_marked():
     program = mw.jax_program(loss, {"kernel": shapes(64, 128)}, optax.sgd(0.1))
     placement = mw.Placement.of(mesh, {"kernel": [None, "model"]})
     report = dry_run(program, shapes(32, 64), strategy=placement, target="cpu:8")
-    remedies = [collective.remedy for collective in report.unexpected if collective.path == "block"]
-    assert "an activation of block (float32 8x128, forward) is gathered" in remedies[0]
-    assert (
-        "needed whole along 'model'. Say how it lies: activations={'block': [...]}" in remedies[0]
-    )
+    advice, *_ = (gather.remedy for gather in report.unexpected if gather.path == "block")
+    assert "an activation of block (float32 8x128, forward) is gathered" in advice
+    assert "needed whole along 'model'. Say how it lies: activations={'block': [...]}" in advice
     quiet = mw.Placement.of(
         mesh, {"kernel": [None, "model"]}, activations={"block": ["batch", None]}
     )
