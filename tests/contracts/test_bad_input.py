@@ -349,6 +349,16 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         mw.BatchError,
         "dtype <U1.*expected numbers",
     ),
+    "texts as x": (
+        lambda: strategy().fit(compiled(), np.array(["a"] * 4), Y),
+        mw.DataError,
+        "x has dtype <U1.*expected numbers",
+    ),
+    "a batch without targets": (
+        lambda: mw.dry_run(compiled(), (X,), strategy=whole(), target="cpu:8"),
+        mw.BatchError,
+        r"must be \(x, y\).*received tuple of length 1",
+    ),
     "a directory that is none": (lambda: mw.Checkpoints(5), mw.CheckpointError, "received 5"),  # type: ignore[arg-type]
     "a checkpoint that is none": (
         lambda: mw.read_checkpoint(None),  # type: ignore[arg-type]

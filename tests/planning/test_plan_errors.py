@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
 import pytest
 from small_graphs import Builder, mlp, transformer
 
@@ -118,8 +119,9 @@ def test_a_mesh_may_be_a_text():
 @pytest.mark.parametrize(
     ("model", "batch", "error", "message"),
     [
-        (5, ((8, 4), (8, 2)), mw.ModelError, "a compiled Keras model or a Program is planned"),
-        (None, None, mw.BatchError, r"a batch of a Keras model is \(x, y\)"),
+        (5, ((8, 4), (8, 2)), mw.ModelError, "expected a compiled Keras model or a Program"),
+        (None, None, mw.BatchError, r"a batch of .* must be \(x, y\).*received NoneType"),
+        (None, [np.zeros([8, 4])], mw.BatchError, "received list of length 1"),
     ],
 )
 def test_what_is_no_model_and_no_batch(model, batch, error, message):

@@ -19,6 +19,19 @@ from ..step.steps_per_execution import Together
 from .rows import HostRows, LocalBatch
 
 
+def holds_numbers(array: Any) -> bool:
+    """Whether devices can hold an array: not strings, objects or dates."""
+    return np.dtype(array.dtype).kind not in "USOMm"
+
+
+def not_numbers_text(array: Any) -> str:
+    """What is wrong with an array that holds no numbers."""
+    return (
+        f"dtype {array.dtype}, which devices cannot hold: expected numbers. Convert strings to ids "
+        "first."
+    )
+
+
 class Putter:
     """Lays batches out; remembers the layouts of each shape of batch.
 
@@ -51,11 +64,8 @@ class Putter:
         flat, tree = jax.tree.flatten(batch.arrays if is_local else batch)
         flat = [_as_array(value, self._copy) for value in flat]
         for value in flat:
-            if np.dtype(value.dtype).kind in "USOMm":
-                raise BatchError(
-                    f"an array of the batch has dtype {value.dtype}, which devices cannot hold: "
-                    "expected numbers. Convert strings to ids first."
-                )
+            if not holds_numbers(value):
+                raise BatchError(f"an array of the batch has {not_numbers_text(value)}")
         if is_local:
             return jax.tree.unflatten(tree, self._put_local(tree, flat))
         key = (tree, tuple(value.shape for value in flat), last)

@@ -90,23 +90,27 @@ def _place_none(variables: list[Any], models: list[keras.Model]) -> NoReturn:
 
 
 def abstract_step(strategy: Sharded, model: keras.Model, batch: Batch) -> AbstractStep:
-    """The training step of a compiled model under a strategy whose mesh is abstract.
-
-    Raises :class:`ModelError` if the model is not compiled, or none.
-    """
-    if not isinstance(model, keras.Model):
-        raise ModelError(
-            f"a compiled Keras model or a Program is planned with; received {model!r}."
-        )
-    if not isinstance(batch, tuple | list) or not batch:
-        raise BatchError(
-            f"a batch of a Keras model is (x, y) or (x, y, sample_weight); received {batch!r}. "
-            "Shapes will do: jax.ShapeDtypeStruct((64, 784), 'float32')."
-        )
-    check_compiled(model)
+    """The training step of a compiled model under a strategy whose mesh is abstract."""
     _build(strategy, model, batch)
     strategy._inspect(model)
     return on_batch(steps_of(strategy, model, KerasVariables.of(model), example=batch), batch)
+
+
+def check_batch(model: keras.Model, batch: Batch) -> None:
+    """Raise :class:`ModelError` or :class:`BatchError` for what no step can be made of."""
+    if not isinstance(model, keras.Model):
+        raise ModelError(f"expected a compiled Keras model or a Program; received {model!r}.")
+    check_compiled(model)
+    needs_targets = _compat.has_loss(model) and not _compat.has_own(model, "train_step")
+    received = type(batch).__name__
+    if isinstance(batch, tuple | list):
+        if len(batch) > int(needs_targets):
+            return
+        received += f" of length {len(batch)}"
+    raise BatchError(
+        f"a batch of {model.name!r} must be (x, y) or (x, y, sample_weight); received {received}. "
+        "Shapes will do: jax.ShapeDtypeStruct((64, 784), 'float32')."
+    )
 
 
 def _build(strategy: Sharded, model: keras.Model, batch: Batch) -> None:

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from ... import _compat
+from ...data.putter import holds_numbers, not_numbers_text
 from ...errors import DataError, ModelError
 from ...run.options import Data, Schedule, Validation
 
@@ -98,11 +99,17 @@ def _check_source(name: str, value: Any) -> None:
     is_empty = isinstance(value, list | tuple | Mapping) and not value
     if is_scalar or is_empty:
         raise DataError(f"{name}={value!r}: expected arrays, a dataset or a generator of batches.")
+    for array in _values(value):
+        if isinstance(array, np.ndarray) and not holds_numbers(array):
+            raise DataError(f"{name} has {not_numbers_text(array)}")
 
 
 def _are_arrays(x: Any) -> bool:
-    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, list) else [x]
-    return all(isinstance(value, np.ndarray) for value in values)
+    return all(isinstance(value, np.ndarray) for value in _values(x))
+
+
+def _values(x: Any) -> list[Any]:
+    return list(x.values()) if isinstance(x, Mapping) else x if isinstance(x, list) else [x]
 
 
 def _whole(least: int | None) -> Callable[[Any], bool]:

@@ -30,7 +30,7 @@ from ...step.compressing import UNSENT, Compress, first_rows, rows_layout
 from ...step.local import OUTER, DiLoCo, Local
 from ...step.options import PLAIN, StepOptions, Sums
 from . import batches, fitting, saving
-from .abstract import abstract_step, is_abstract
+from .abstract import abstract_step, check_batch, is_abstract
 from .compiled import functions_of
 from .distribution import LaidOut
 from .nan_guard import NanGuard
@@ -447,6 +447,7 @@ class Sharded(LaidOut, Replicas):
         For planning: no value is needed of a model that was built in
         :func:`~meshwright.abstract`, nor of the batch.
         """
+        check_batch(model, batch)
         here = self
         if not self.mesh.is_abstract:
             here = self.on(self.mesh.abstract())
