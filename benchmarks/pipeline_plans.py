@@ -9,7 +9,6 @@ beside them; seconds of CPU are those of all threads.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from typing import Any
 os.environ["KERAS_BACKEND"] = "jax"
 
 from plan_models import gpt, ids
-from report import RESULTS, machine, save
+from report import RESULTS, machine, names_on_command_line, save
 
 import meshwright as mw
 
@@ -85,9 +84,4 @@ def main(names: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PAIRS)}")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.names) - set(PAIRS):
-        parser.error(f"unknown pair {min(unknown)!r}; expected one of {', '.join(PAIRS)}")
-    main(arguments.names or PAIRS)
+    main(names_on_command_line(__doc__, PAIRS))

@@ -9,7 +9,6 @@ slices take longer than a pipeline is idle; large batches, and one slice, are wh
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -20,7 +19,7 @@ from typing import Any
 os.environ["KERAS_BACKEND"] = "jax"
 
 from plan_models import gpt, ids
-from report import RESULTS, machine, save
+from report import RESULTS, machine, names_on_command_line, save
 
 import meshwright as mw
 from meshwright.planning.search.plan import Option
@@ -101,9 +100,4 @@ def main(names: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PAIRS)}")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.names) - set(PAIRS):
-        parser.error(f"unknown pair {min(unknown)!r}; expected one of {', '.join(PAIRS)}")
-    main(arguments.names or PAIRS)
+    main(names_on_command_line(__doc__, PAIRS))

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,16 @@ def measure_each(
         if not dry:
             save(name, [rows[job] for job in order if job in rows])
             write_page()
+
+
+def names_on_command_line(purpose: str, known: Collection[str]) -> list[str]:
+    """The names that a benchmark was started with, or all that are known."""
+    parser = argparse.ArgumentParser(description=purpose.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
+    names = parser.parse_args().names
+    if unknown := set(names) - set(known):
+        parser.error(f"unknown name {min(unknown)!r}; expected one of {', '.join(known)}")
+    return names or list(known)
 
 
 def save(name: str, result: Any) -> None:

@@ -1,4 +1,4 @@
-"""MATCH leaves a dim as it lies."""
+"""MATCH keeps the layout of a dim."""
 
 from __future__ import annotations
 

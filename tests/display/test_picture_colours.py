@@ -52,7 +52,7 @@ def oklab(colour, vision):
 def test_eight_pieces_are_told_apart_with_any_colour_vision(vision):
     places = [oklab(paint(piece, 8).fill, vision) for piece in range(8)]
     closest = min(np.linalg.norm(a - b) for a, b in itertools.combinations(places, 2))
-    assert closest > 0.08  # two colours are told apart side by side from about 0.02 on
+    assert closest > 0.08  # from about 0.02 on people can tell two adjacent colours apart
 
 
 def test_the_colours_of_many_pieces_grow_lighter_all_the_way():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 
@@ -35,3 +36,17 @@ def test_a_signal_after_the_last_question_reaches_the_program(fails, monkeypatch
         signal.signal(signal.SIGTERM, before)
     assert not asked.is_asked
     assert passed_on == ([] if fails else [signal.SIGTERM])
+
+
+def test_a_handler_of_python_is_called_once(monkeypatch):
+    distributed = pytest.importorskip("jax._src.distributed")
+    monkeypatch.setattr(distributed.global_state, "preemption_sync_manager", object())
+    calls: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: calls.append(number))
+    try:
+        with _compat.hearing_sigterm(), _compat.hearing_sigterm():
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert calls == [signal.SIGTERM] * 2

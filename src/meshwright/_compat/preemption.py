@@ -68,6 +68,10 @@ def hearing_sigterm() -> Iterator[Heard]:
         tell_jax(number)
 
     signal.signal(signal.SIGTERM, hear)
+    if native == _get_native(signal.SIGTERM):  # a handler of Python's; calling it would not end
+        signal.signal(signal.SIGTERM, before)
+        yield heard
+        return
     try:
         yield heard
     finally:

@@ -27,7 +27,7 @@ from .settings import TaskSettings
 from .spec import ClusterSpec, Task
 
 _POLL_MS = 200
-_END_S = 10.0  # for the tasks to end their processes, before Spark is told to cancel the stage
+_END_S = 10.0  # in which tasks end their processes; then Spark cancels the stage
 _ORPHAN_S = 60.0
 
 

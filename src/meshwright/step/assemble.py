@@ -54,6 +54,7 @@ from .options import PLAIN, StepOptions
 from .padding import Padded, rows_of
 from .sharing import Sharing, shardings_of, shared, with_shardings
 from .spatial import guarded
+from .staged_gradients import StagedGradients
 from .steps_per_execution import several, together
 from .storing import Storing, stored
 
@@ -300,9 +301,9 @@ class Assembly:
         return train_step
 
     @property
-    def stages(self) -> Stages | None:
+    def stages(self) -> StagedGradients | None:
         """The gradients by stages, of a state with every variable under its own path."""
-        return None if self.staged is None else Stages(self.staged, self.sharing)
+        return None if self.staged is None else StagedGradients(self.staged, self.sharing)
 
     @property
     def gradient_of(self) -> Callable[..., Gradient]:
@@ -386,29 +387,6 @@ class Assembly:
     @functools.cached_property
     def _forwards(self) -> dict[Any, Any]:
         return {}
-
-
-@dataclass(frozen=True, eq=False)
-class Stages:
-    """The gradients of a step by the stages of a pipeline, for who updates weights elsewhere."""
-
-    staged: Staged
-    sharing: Sharing
-
-    def takes(self, batch: Batch) -> bool:
-        """Whether a batch is cut into micro-batches; a warning says so of one that is not."""
-        if self.staged.takes(batch):
-            return True
-        self.staged.warn_of_none(rows_of(batch))
-        return False
-
-    def gradients(self, whole: TrainState, batch: Batch) -> Taken:
-        """Gradients, state, metrics and logs of a state that is not stacked."""
-        stacking = self.staged.stacking
-        stacked = stacking.stack(whole)
-        grads, state, metrics, logs = self.staged.gradients(stacked, batch)
-        summed = TrainState(self.sharing.summed(grads, stacked.params), {}, {}, {})
-        return stacking.unstack(summed).params, state, metrics, logs
 
 
 def _by_stages(staged: Staged, program: Program, sharing: Sharing, differentiate: Gradient) -> Step:

@@ -95,7 +95,7 @@ def test_whenever_a_server_dies_each_step_counts_once_or_is_lost(events) -> None
             server.core.state = restore(taken.copied())
             version = server.ask("hello").head["version"]
             expected = {step for step, at in acknowledged.items() if at <= version}
-            assert expected == steps, "what is lost is told by the versions of the answers"
+            assert expected == steps, "the versions in the answers say what is lost"
             acknowledged = {step: acknowledged[step] for step in expected}
         else:
             reply = server.push(("total", "add", [np.array(1 << event)]), step=event)

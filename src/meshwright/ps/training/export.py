@@ -23,7 +23,7 @@ from .signature import Signature
 from .tables import Lookups, NoLookups
 
 if TYPE_CHECKING:
-    from ...step.assemble import Stages
+    from ...step.staged_gradients import StagedGradients
     from .worker_layout import WorkerLayout
 
 _ROWS = "rows"  # the symbol for the number of rows
@@ -95,7 +95,9 @@ def export_step(
     return replace(exported, any_rows=even, uneven=uneven, why_not=why_not or why_not_uneven)
 
 
-def _stages(program: Program, parts: Parts, example: Batch, layout: WorkerLayout) -> Stages | None:
+def _stages(
+    program: Program, parts: Parts, example: Batch, layout: WorkerLayout
+) -> StagedGradients | None:
     if parts.tables:
         names = ", ".join(table.name for table in parts.tables)
         raise ModelError(

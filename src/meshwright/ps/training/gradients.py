@@ -20,9 +20,9 @@ import numpy as np
 
 from ...errors import ArrayError, ModelError
 from ...program import Arrays, Aux, Batch, Program, TrainState, shapes_of
-from ...step.assemble import Stages
 from ...step.gradient import Gradient, gradient
 from ...step.padding import Padded
+from ...step.staged_gradients import StagedGradients
 from .tables import Lookups, NoLookups, Table, Taken
 
 Clip = Callable[[Arrays], Arrays]
@@ -128,7 +128,7 @@ class StepFunctions:
     clip: Clip | None = None
     on_layouts: Program | None = None
     gradient_of: Callable[[Program], Gradient] = _on_one_device
-    stages: Stages | None = None
+    stages: StagedGradients | None = None
 
     def gradients(
         self,
