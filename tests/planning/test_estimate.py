@@ -292,10 +292,12 @@ def test_a_step_for_a_tpu_has_a_time_and_all_its_collectives():
 def test_the_numbers_of_a_machine_follow_from_what_was_timed():
     seconds = json.loads('{"product": 0.5, "stream": 0.25, "element": 1, "instruction": 1e-6}')
     seconds |= {"product 2000": 3e-6, "product 4000": 4e-6, "nothing": 1e-4}
+    seconds["handover"] = 2e-5
     result = hardware_from(Target.of("cpu:8"), {**seconds, "small_sum": 1e-3, "large_sum": 1.001})
     assert result.rate("product", 10.0) == result.rate("product", 2000) == pytest.approx(1e9)
     assert result.rate("product", 4000) == pytest.approx(4000 / 3e-6)
     assert (result.rate("memory", 10.0), result.call_s) == (None, 1e-4)
+    assert result.handover_s == 2e-5
     assert result.peak("float32") == 2 * 256**3 / 0.5
     assert result.instruction_s == 1e-6
     link = result.link("shared")

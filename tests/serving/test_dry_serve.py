@@ -19,6 +19,7 @@ from meshwright.commands.dry_run import dry_run
 from meshwright.commands.texts import PriceText
 from meshwright.planning.prices import price_of
 from meshwright.planning.serving import ServingReport
+from meshwright.targets.hardware import hardware_of, load_hardware
 from meshwright.targets.target import Target
 
 X = jax.ShapeDtypeStruct((1, 8), "float32")
@@ -47,6 +48,20 @@ def test_weights_of_a_device_are_those_that_the_server_holds() -> None:
     assert memory.input_bytes == 4 * 8 * 4  # four of eight rows
     assert report.fits is None  # nothing is known of this machine
     assert report.batches[1].report.collectives[0].kind == "all-reduce"
+
+
+def test_a_batch_takes_what_the_server_does_beside_the_forward_pass(tmp_path: Path) -> None:
+    strategy = mw.Sharded(mw.Mesh({"batch": 1}))
+    with mw.abstract():
+        model = build()
+    known = replace(hardware_of("h100"), handover_s=1e-3)
+    (tmp_path / "mine.toml").write_text(known.to_toml())
+    report = mw.dry_serve(
+        model, X, strategy=strategy, target="h100:1", compile=False, rows=[8],
+        hardware=load_hardware(tmp_path / "mine.toml"),
+    )  # fmt: skip
+    (batch,) = report.batches
+    assert batch.latency_s == pytest.approx(batch.report.step_time_s + 3e-3)
 
 
 def test_eight_bits_of_shapes_are_those_that_keras_makes_of_values() -> None:

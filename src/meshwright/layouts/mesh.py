@@ -18,6 +18,7 @@ from typing import Any
 
 from .. import topology
 from ..errors import MeshError, TopologyError
+from ..heap import keep_freed_memory
 from ..launch.elastic import most_processes
 from ..views import Viewable
 from ..warn import warn
@@ -325,6 +326,7 @@ def create_mesh(
     mesh = Mesh(pairs, members, name)
     if mesh.platform == "cpu":
         topology.warn_if_cpu_pool_is_small(len(mesh.local_devices))
+        keep_freed_memory()
     return mesh
 
 

@@ -22,6 +22,9 @@ from .reading import read, refused
 from .report import DryRun
 
 _BUSY = 0.8  # of the time of a device that a load may take, for requests come unevenly
+# A request wakes the thread of the batches, its answer wakes the caller, and what is done in Python
+# between them takes as long again.
+_HANDOVERS = 3
 _WAITS = 2  # batches that a request may wait for: the one before, and its own
 
 
@@ -87,7 +90,8 @@ class ServingReport:
 
     ``name`` is the model's, ``axes`` has the name and size of each axis of the mesh on the
     ``target``, and ``batches`` one entry per size of batch. Bytes are those of one device and
-    exact; times are those of the roofline, without queue and network.
+    exact; times are those of the roofline, without queue and network, and with what the server does
+    besides where the hardware was measured (:func:`~meshwright.calibrate`).
 
     >>> import jax, meshwright as mw
     >>> with mw.abstract():
@@ -187,9 +191,16 @@ def serving_report(
             report = report_of_graph(graph_of(rows), step, target, hardware, why)
         else:
             report = _compiled(step, target, hardware, timeout_s)
-        batches.append(ServedBatch(rows, report.step_time_s, report))
+        batches.append(ServedBatch(rows, _latency_s(report, hardware), report))
     _, first = steps[0]
     return ServingReport(first.program.name, target, first.placement.mesh.axes, tuple(batches))
+
+
+def _latency_s(report: DryRun, hardware: Hardware) -> float | None:
+    """The forward pass and what the server does besides, where that was measured."""
+    if report.step_time_s is None:
+        return None
+    return report.step_time_s + _HANDOVERS * (hardware.handover_s or 0.0)
 
 
 def _compiled(step: ForwardStep, target: Target, hardware: Hardware, timeout_s: float) -> DryRun:

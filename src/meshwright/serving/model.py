@@ -20,6 +20,7 @@ from ..errors import (
     OverloadedError,
     RequestError,
 )
+from ..heap import keep_freed_memory
 from .accuracy import Difference, differences
 from .api import Answer, ModelStatus, TensorSpec
 from .batcher import Batcher
@@ -204,6 +205,8 @@ class LoadedModel:
     def _prepare(self) -> None:
         """Everything that is done once: weights, what is computed together, what is compiled."""
         options = self.options
+        if self.source.whole_mesh.platform == "cpu":
+            keep_freed_memory()
         self.forward = self._forward_of(self.source)
         self._keeper.weights = weights = self.first_weights()
         self._batches = Batches(self.forward, options, self.name, self._figures)

@@ -10,10 +10,12 @@ import functools
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..errors import CompileError, TargetError
@@ -31,13 +33,14 @@ _TINY = 256  # instructions in a row that do next to nothing
 _TERMS = 16  # of a polynomial, each a product and a sum
 _LEAST_SHARE = 0.5  # of the time of a piece of work, that is not for its instruction
 _MOST_REPEATS = 512
+_HANDOVERS = 500
 
 # Dims of the arrays whose rates are measured, from small pieces of work to large ones, and the work
 # of one call, in which the same is done again and again.
 _RATED: dict[str, tuple[list[tuple[int, ...]], float]] = {
     "product": ([(n, n) for n in (32, 128, 256, 512)], 2e8),
     "convolution": ([(1, 8, 8, 16), (1, 16, 16, 32), (16, 16, 16, 32)], 2e8),
-    "grouped_convolution": ([(1, 16, 16, 64), (8, 32, 32, 64)], 2e7),
+    "grouped_convolution": ([(1, 4, 4, 64), (1, 16, 16, 32), (8, 32, 32, 64)], 2e7),
     "arithmetic": ([(1 << 10,), (1 << 14,), (1 << 18,)], 6e7),
     "transcendental": ([(1 << 10,), (1 << 14,), (1 << 18,)], 1e7),
     "memory": ([(1 << 13,), (1 << 17,), (1 << 21,)], 2e8),
@@ -95,7 +98,10 @@ def hardware_from(target: Target, seconds: dict[str, float]) -> Hardware:
     more_bytes = 4 * share * (_SIZES[1] - _SIZES[0])
     bytes_per_s = more_bytes / max(large - small, 1e-3 * large) if n > 1 else None
     latency_s = max(0.0, small - (large - small) * _SIZES[0] / (_SIZES[1] - _SIZES[0]))
-    names = ("peak_flops_per_s", "memory_bandwidth_bytes_per_s", "elements_per_s", "instruction_s")
+    names = (
+        *("peak_flops_per_s", "memory_bandwidth_bytes_per_s", "elements_per_s"),
+        *("instruction_s", "call_s", "handover_s", "rates", "links.shared"),
+    )
     rates = _rates(seconds)
     measured = f"mw.calibrate('{target}') on this machine"
     return Hardware(
@@ -106,8 +112,9 @@ def hardware_from(target: Target, seconds: dict[str, float]) -> Hardware:
         elements_per_s=_IN_CACHE / seconds["element"],
         instruction_s=seconds["instruction"],
         call_s=seconds.get("nothing"),
+        handover_s=seconds.get("handover"),
         rates=rates,
-        sources=tuple((name, measured) for name in (*names, "call_s", "rates", "links.shared")),
+        sources=tuple((name, measured) for name in names),
     )
 
 
@@ -135,8 +142,8 @@ def main(num_devices: int) -> None:
 
 def _measure(num_devices: int) -> dict[str, float]:
     """Seconds of one product, one stream, one elementwise result of an array, one instruction,
-    two sums over all devices, a call that does nothing and, as ``"kind size"``, of rated work;
-    rounds alternate, so that a disturbance hits all alike."""
+    two sums over all devices, a call that does nothing, a hand-over to another thread and, as
+    ``"kind size"``, of rated work; rounds alternate, so that a disturbance hits all alike."""
     import jax
     import jax.numpy as jnp
 
@@ -174,7 +181,7 @@ def _measure(num_devices: int) -> dict[str, float]:
         name: max(1e-9, (least[name] - least["nothing"]) / runs)
         for name, (_, _, runs) in works.items()
     }
-    return {**taken, "nothing": least["nothing"]}
+    return {**taken, "nothing": least["nothing"], "handover": _handover_s(calls["nothing"])}
 
 
 def _rated_works() -> dict[str, tuple[Callable[[Any], Any], tuple[int, ...], int]]:
@@ -230,6 +237,17 @@ def _again(work: Callable[[Any], Any], x: Any, times: int) -> Any:
     import jax
 
     return jax.lax.fori_loop(0, times, lambda _, y: work(y), x)
+
+
+def _handover_s(call: Callable[[], Any]) -> float:
+    """Seconds that a call takes longer in another thread, in the middle of many."""
+    with ThreadPoolExecutor(1) as thread:
+        in_turn = [
+            (_seconds(lambda: thread.submit(call).result()), _seconds(call))
+            for _ in range(_HANDOVERS)
+        ]
+    over_there, here = (statistics.median(times) for times in zip(*in_turn, strict=True))
+    return max(1e-9, over_there - here)
 
 
 def _on_all(work: Callable[[Any], Any], dims: tuple[int, ...], n: int) -> Callable[[], Any]:

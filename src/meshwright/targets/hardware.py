@@ -22,6 +22,7 @@ _NUMBERS = (
     "instruction_s",
     "elements_per_s",
     "call_s",
+    "handover_s",
     "devices_per_node",
 )
 _KEYS = (*_NUMBERS, "name", "peak_flops_per_s", "links", "rates", "sources")
@@ -59,9 +60,10 @@ class Hardware:
 
     ``peak_flops_per_s`` holds ``(dtype, FLOP/s)`` of matrix products without sparsity.
     ``elements_per_s`` is the speed of elementwise work, ``instruction_s`` what each instruction
-    costs besides, and ``call_s`` each call of a compiled function, where it was measured
-    (:func:`calibrate`). So are ``rates``, which hold ``(kind, ((size, work per second), ...))``: a
-    small piece of work is slower than a large one, and one in a cache faster than one in memory.
+    costs besides, ``call_s`` each call of a compiled function, and ``handover_s`` what it takes
+    another thread to begin, where they were measured (:func:`calibrate`). So are ``rates``, which
+    hold ``(kind, ((size, work per second), ...))``: a small piece of work is slower than a large
+    one, and one in a cache faster than one in memory.
     ``sources`` holds ``(name of the number, where it is from)``.
 
     >>> v5p = hardware_of("v5p:2x2x2")
@@ -77,6 +79,7 @@ class Hardware:
     elements_per_s: float | None = None
     instruction_s: float | None = None
     call_s: float | None = None
+    handover_s: float | None = None
     rates: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
     devices_per_node: int | None = None
     sources: tuple[tuple[str, str], ...] = field(default=(), repr=False)
@@ -231,6 +234,7 @@ def _hardware(read: Mapping[str, Any]) -> Hardware:
         elements_per_s=number("elements_per_s"),
         instruction_s=number("instruction_s"),
         call_s=number("call_s"),
+        handover_s=number("handover_s"),
         rates=tuple(
             (kind, tuple(sorted((float(size), float(rate)) for size, rate in points.items())))
             for kind, points in read.get("rates", {}).items()
