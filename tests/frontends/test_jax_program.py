@@ -141,6 +141,7 @@ def test_parameters_keep_their_dtype_as_by_optax():
         (lambda rows: jnp.sum(rows > 0), r"received int32 of shape \(\)"),
         (lambda rows: (rows.mean(), [1.0]), "must be a dict of scalars.*received list"),
         (lambda rows: (rows.mean(), {"a": {"b": 1.0}}), "log 'a' of the loss is a dict"),
+        (lambda rows: (rows.mean(), {"loss": rows.sum()}), "'loss' is the name of the loss itself"),
         (lambda rows: (rows.mean(), {}, {}), "received tuple"),
     ],
 )

@@ -179,6 +179,7 @@ WRONG = {  # body -> what the message says
     '{"instances": [[1, 2]], "signature_name": "other"}': "unknown signature 'other'",
     '{"inputs": {"x": [[1, 2]], "z": [1]}}': r"unknown input 'z'\. The model takes 'x'",
     '{"inputs": {}}': "missing input 'x'",
+    '{"inputs": {"x": []}}': "expected at least one row; received none",
     '{"instances": [[1, 2]]': "not valid JSON",
     "[" * 100_000: "not valid JSON",
     '{"instances": ' + "[" * 900 + "]" * 900 + "}": "differ in length or depth|received",

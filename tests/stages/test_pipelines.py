@@ -295,6 +295,14 @@ def test_what_cannot_be_cut_is_refused_before_anything_runs(program, mesh, how, 
         mw.Trainer(program, placement, how).init()
 
 
+@pytest.mark.parametrize(
+    ("how", "what"), [(mw.Pipeline("stage", 4), "stages"), (mw.Branches("stage"), "branches")]
+)
+def test_a_strategy_wants_the_axis_in_its_mesh(how, what):
+    with pytest.raises(mw.PipelineError, match=f"has no axis 'stage' for the {what}"):
+        mw.Sharded(mw.Mesh({"data": 4}), batch="data", pipeline=how)
+
+
 @pytest.mark.full
 def test_statistics_of_batches_and_weights_of_all_blocks_do_not_go_with_zero():
     def cut(normed, shared):

@@ -200,6 +200,8 @@ def _value_and_logs(result: Any) -> tuple[Any, Logs]:
         )
     if nested := [name for name, log in logs.items() if isinstance(log, Mapping)]:
         raise ModelError(f"log {nested[0]!r} of the loss is a dict: name each scalar by itself.")
+    if "loss" in logs:
+        raise ModelError("'loss' is the name of the loss itself in the logs; choose another name.")
     return value, dict(logs)
 
 

@@ -27,10 +27,7 @@ def faults_of(program: Program, placement: Placement, axis: str, what: str) -> l
     mesh, faults = placement.mesh, list[str]()
     name = {"stages": "a pipeline", "branches": "branches"}[what]
     if axis not in mesh:
-        faults.append(
-            f"the mesh ({mesh.axes_text}) has no axis {axis!r} for the {what}: add it, "
-            f"mw.create_mesh({{{axis!r}: 4, ...}})."
-        )
+        faults.append(no_axis(placement, axis, what))
     elif axis in placement.batch_axes:
         faults.append(
             f"axis {axis!r} is given to the {what} and to the batch. Name another one for "
@@ -54,3 +51,11 @@ def faults_of(program: Program, placement: Placement, axis: str, what: str) -> l
             "first, or pass a batch, for a program as mw.jax_program(..., batch=example)."
         )
     return faults
+
+
+def no_axis(placement: Placement, axis: str, what: str) -> str:
+    """In words: the mesh has no axis for the stages or branches."""
+    return (
+        f"the mesh ({placement.mesh.axes_text}) has no axis {axis!r} for the {what}: add it, "
+        f"mw.create_mesh({{{axis!r}: 4, ...}})."
+    )

@@ -12,7 +12,7 @@ import keras
 
 from ... import _compat
 from ...checkpoint import PARTS, CheckpointInfo
-from ...errors import LayoutError, ModelError
+from ...errors import LayoutError, ModelError, PipelineError
 from ...layouts.dim_rules import RulesLike
 from ...layouts.explain import Explanation
 from ...layouts.layout_map import LayoutMap
@@ -24,6 +24,7 @@ from ...program import Batch, Program, Step, TrainState
 from ...run.options import Data, Schedule, Validation
 from ...run.saver import Resume, SaveEvery, Saver
 from ...stages.branches import Branches
+from ...stages.faults import no_axis
 from ...stages.pipeline import Pipeline
 from ...step.assemble import Assembly
 from ...step.compressing import UNSENT, Compress, first_rows, rows_layout
@@ -59,7 +60,8 @@ class Sharded(LaidOut, Replicas):
     :class:`~meshwright.LocalSGD` or :class:`~meshwright.DiLoCo`. ``pipeline`` cuts the model into
     stages (:class:`~meshwright.Pipeline`). ``rules`` lay out what is given as names of dims
     (:func:`~meshwright.dims`), ``"batch:rows;d_ff:cols"``, and batches by the dim ``batch``.
-    Raises :class:`~meshwright.LayoutError` for axes that the mesh does not have.
+    Raises :class:`~meshwright.LayoutError` for axes that the mesh does not have, and
+    :class:`~meshwright.PipelineError` if the one of the pipeline is among them.
 
     >>> import keras, meshwright as mw
     >>> mesh = mw.create_mesh({"batch": 4, "model": 2})
@@ -93,6 +95,9 @@ class Sharded(LaidOut, Replicas):
             mesh, layouts, batch, inputs, targets, activations, zero, unmatched, strict, rules
         )
         refuse_idle_rules(placement)
+        if pipeline is not None and pipeline.axis not in mesh:
+            what = "stages" if isinstance(pipeline, Pipeline) else "branches"
+            raise PipelineError(no_axis(placement, pipeline.axis, what))
         self._take(placement, StepOptions(accumulate, remat, sums, local, pipeline))
 
     @classmethod

@@ -138,12 +138,14 @@ def raw_array(
 
 def shape_fault(shape: tuple[int, ...], spec: TensorSpec) -> str:
     """What is wrong with a shape; nothing for one that fits."""
+    if not shape[0]:
+        return f"input {spec.name!r}: expected at least one row; received none."
     fits = len(shape) == len(spec.shape) and all(
         expected in (None, size) for size, expected in zip(shape, spec.shape, strict=True)
     )
     if not fits:
         return f"input {spec.name!r}: expected {shape_text(spec)}; received {list(shape)}."
-    return "" if shape[0] else f"input {spec.name!r}: expected at least one row; received none."
+    return ""
 
 
 def shape_text(spec: TensorSpec) -> str:
