@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ..jaxprs.row_parts import Pieces, in_parts
 from ..program import Arrays
 from .halves import Halves
 from .parts import Functions
@@ -93,12 +94,48 @@ class Passes:
         """The input of the first block."""
         return self._head(self.before, micro)
 
-    def at_input(self, gradient: list[Any], grads: Arrays, micro: Any) -> Arrays:
-        """Gradients with those of what comes before the blocks."""
+    def no_grads_around(self, nothing: list[Any]) -> tuple[Arrays, Arrays]:
+        """Zeros that :meth:`at_input` and :meth:`at_own_loss` add to; ``nothing`` are zeros like a
+        result of a block."""
         import jax
 
-        _, pull = jax.vjp(lambda params: self._head(params, micro), self.before)
-        return _added(grads, pull(gradient)[0])
+        before = jax.eval_shape(lambda: self._of_input(nothing, 0))
+        after = jax.eval_shape(lambda: self._of_loss(nothing, 0)[1])
+        return self._zeros_of_rows(before, self.before), self._zeros_of_rows(after, self.after)
+
+    def _zeros_of_rows(self, shapes: Arrays, params: Arrays) -> Arrays:
+        """Zeros of these shapes; gradients in parts have a dim of them in front."""
+        import jax.numpy as jnp
+
+        zeros = {path: jnp.zeros(of.shape, of.dtype) for path, of in shapes.items()}
+        return {
+            path: self._setting.laid(value, 0) if value.ndim > params[path].ndim else value
+            for path, value in zeros.items()
+        }
+
+    def at_input(self, gradient: list[Any], grads: Arrays, micro: Any) -> Arrays:
+        """Gradients with those of what comes before the blocks."""
+        return _added(grads, self._of_input(gradient, micro))
+
+    def _of_input(self, gradient: list[Any], micro: Any) -> Arrays:
+        """Those of one micro-batch."""
+        import jax
+
+        def grads(params: Arrays, gradient: list[Any]) -> tuple[tuple[()], Arrays]:
+            _, pull = jax.vjp(lambda params: self._head(params, micro), params)
+            return (), pull(gradient)[0]
+
+        return self._in_parts(grads)(self.before, gradient)[1]
+
+    def _in_parts(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function(...) -> (others, gradients)`` with a part per piece of the rows where it can:
+        else each tick would sum over devices what only the end of the step needs."""
+        import jax
+
+        if self._setting.pieces == 1:
+            return function
+        mesh, rows = jax.sharding.get_abstract_mesh(), self._micros[0].shape[1]
+        return in_parts(function, Pieces(mesh, self._setting.rows, rows))
 
     def _head(self, params: Arrays, micro: Any) -> list[Any]:
         """What comes before the blocks."""
@@ -116,6 +153,11 @@ class Passes:
     ) -> tuple[list[Any], Arrays, list[Any]]:
         """The gradient of ``y``, gradients with those of a micro-batch, and what its metrics need,
         whatever came before it."""
+        (gradient, metric_inputs), more = self._of_loss(y, micro)
+        return gradient, _added(grads, more), metric_inputs
+
+    def _of_loss(self, y: list[Any], micro: Any) -> tuple[tuple[list[Any], list[Any]], Arrays]:
+        """The gradient of ``y`` and what metrics need, and gradients of one micro-batch."""
         import jax
 
         functions = self._functions
@@ -128,10 +170,13 @@ class Passes:
             )
             return loss, metric_inputs
 
-        loss, pull, metric_inputs = jax.vjp(tail, self.after, y, has_aux=True)
-        share = self._share if self._setting.takes_mean else 1.0
-        params, gradient = pull(jax.numpy.asarray(share, loss.dtype))
-        return gradient, _added(grads, params), metric_inputs
+        def grads(params: Arrays, y: list[Any]) -> tuple[tuple[list[Any], list[Any]], Arrays]:
+            loss, pull, metric_inputs = jax.vjp(tail, params, y, has_aux=True)
+            share = self._share if self._setting.takes_mean else 1.0
+            of_params, gradient = pull(jax.numpy.asarray(share, loss.dtype))
+            return (gradient, metric_inputs), of_params
+
+        return self._in_parts(grads)(self.after, y)
 
     def _measured(
         self, metrics: Arrays, logs: Arrays, metric_inputs: list[Any], micro: Any

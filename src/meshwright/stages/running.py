@@ -57,7 +57,8 @@ class Runner:
         lent = own_grads[len(self.stacks) :]
         of_lent = {p: g.sum(blocks) for p, g in zip(functions.lent, lent, strict=True)}
         for path, value in others.items():
-            parts = [of[path].sum(0) for of in (grads_before, grads_after) if path in of]
+            around = [of[path] for of in (grads_before, grads_after) if path in of]
+            parts = [of.sum(tuple(range(of.ndim - value.ndim))) for of in around]
             parts += [of_lent[path]] if path in of_lent else []
             grads[path] = sum(parts) if parts else jax.numpy.zeros_like(value)
         metrics, logs = jax.tree.map(lambda value: value[-1], (metrics, logs))

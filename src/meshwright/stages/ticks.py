@@ -47,7 +47,6 @@ class Ticks:
 
     def first(self) -> Carry:
         """Before the first tick."""
-        import jax
         import jax.numpy as jnp
 
         plan, traced, passes = self._setting.plan, self._setting.traced, self._passes
@@ -59,7 +58,8 @@ class Ticks:
             ]
 
         logs = {p: jnp.zeros(v.aval.shape, v.aval.dtype) for p, v in traced.logs.items()}
-        losses = self._no_losses(buffers) if self._shares_loss else {}
+        before, after = passes.no_grads_around(self._nothing())
+        losses = self._no_losses(buffers, after) if self._shares_loss else {}
         return Carry(
             inputs=buffers(plan.slots + 1),
             gradients=buffers(plan.gradient_slots + 1),
@@ -68,8 +68,8 @@ class Ticks:
             arriving=self._nothing(),
             leaving=self._nothing(),
             own_grads=passes.no_grads(),
-            grads_before=jax.tree.map(jnp.zeros_like, passes.before),
-            grads_after=jax.tree.map(jnp.zeros_like, passes.after),
+            grads_before=before,
+            grads_after=after,
             metrics=passes.rest.metrics,
             logs=logs,
             **losses,
@@ -84,14 +84,13 @@ class Ticks:
         """Whether stages write in every tick, what is not needed into one buffer more."""
         return not (self._setting.skips and self._setting.in_branches)
 
-    def _no_losses(self, buffers: Callable[[int], list[Any]]) -> dict[str, Any]:
+    def _no_losses(self, buffers: Callable[[int], list[Any]], grads: Any) -> dict[str, Any]:
         """Before the first tick, of what all stages do after the blocks."""
         import jax
         import jax.numpy as jnp
 
-        table, passes = self._table, self._passes
-        at_loss = passes.at_own_loss
-        shapes = jax.eval_shape(lambda: at_loss(self._nothing(), passes.after, 0)[2])
+        table, at_loss = self._table, self._passes.at_own_loss
+        shapes = jax.eval_shape(lambda: at_loss(self._nothing(), grads, 0)[2])
         count = table.micro_batches // table.stages
         metric_inputs = [jnp.zeros((count, *of.shape), of.dtype) for of in shapes]
         nothing = {"around": self._nothing(), "coming": self._nothing()}

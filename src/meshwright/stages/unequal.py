@@ -35,6 +35,10 @@ class UnequalPasses(Passes):
         """Nothing: the first stage reads the batch itself."""
         return self._nothing()
 
+    def no_grads_around(self, nothing: list[Any]) -> tuple[Arrays, Arrays]:
+        """None: stages hold all weights."""
+        return {}, {}
+
     def at_input(self, gradient: list[Any], grads: Arrays, micro: Any) -> Arrays:
         """The gradients as they are."""
         return grads
@@ -85,13 +89,25 @@ class UnequalPasses(Passes):
         shapes = [
             jax.eval_shape(lambda stage=stage: branch(stage)[1]) for stage in range(self._count)
         ]
-        self._packed = packing = Packed(shapes, x[0].shape[0])
+        self._packed = packing = Packed(shapes, self._micros[0].shape[1])
 
         def packed(stage: int) -> tuple[list[Any], list[Any]]:
             y, leaves = branch(stage)
             return y, packing.pack(leaves, self._setting.exactly)
 
         return self._switch(packed)
+
+    def no_grads(self) -> list[Any]:
+        """Zeros that :meth:`backward` adds to: rows of weights, each with a part per piece."""
+        import jax.numpy as jnp
+
+        dims = [(1, self._setting.pieces, *param.shape[2:]) for param in self.own.params]
+        zeros = map(jnp.zeros, dims, [param.dtype for param in self.own.params])
+        return [[self._setting.laid(value, 1) for value in zeros]]
+
+    def joined(self, grads: list[Any]) -> list[Any]:
+        """The same as they are stored."""
+        return grads[0]
 
     def backward(
         self, residuals: Any, gradient: list[Any], grads: Any, micro: Any, repeat: Any
@@ -104,8 +120,13 @@ class UnequalPasses(Passes):
             leaves = iter(self._packed.unpack(stage, residuals, self._setting.exactly))
             names = list(weights)
             values = [weights[names[at]] if at is not None else next(leaves) for at in own]
-            grads, x = tree.unflatten(values)(gradient)
-            return x, self._rows(stage, grads)
+
+            def pull(values: list[Any], gradient: list[Any]) -> tuple[list[Any], Arrays]:
+                grads, x = tree.unflatten(values)(gradient)
+                return x, grads
+
+            x, grads = self._in_parts(pull)(values, gradient)
+            return x, self._rows(stage, grads, weights)
 
         gradient, rows = self._switch(branch)
         return gradient, [plus(grads[0], (0,), rows)]
@@ -152,19 +173,37 @@ class UnequalPasses(Passes):
         exactly = self._setting.exactly
         return {path: exactly(weights[path], False) for path in self._segments.params[stage]}
 
-    def _rows(self, stage: int, grads: Arrays) -> list[Any]:
-        """Gradients as the parameters of a stage lie."""
+    def _rows(self, stage: int, grads: Arrays, weights: Arrays) -> list[Any]:
+        """Gradients as the parameters of a stage lie, with a part per piece."""
+        import jax
         import jax.numpy as jnp
 
-        grads = {path: self._setting.exactly(grad, False) for path, grad in grads.items()}
+        pieces = self._setting.pieces
+        parts = {path: self._as_parts(grad, weights[path].ndim) for path, grad in grads.items()}
         rows = []
         for pack in self._packing.packs.params.values():
             own = [piece for piece in pack.pieces if piece.stage == stage]
-            row = packed_row(own, grads, pack.info.dims[1], pack.info.dtype)
-            rows.append(self._setting.exactly(row, False))
+            length, dtype = pack.info.dims[1], pack.info.dtype
+            of_pack = {piece.path: parts[piece.path] for piece in own}
+
+            def row(of: Arrays, own: Any = own, length: int = length, dtype: Any = dtype) -> Any:
+                return packed_row(own, of, length, dtype)
+
+            rows.append(jax.vmap(row, axis_size=pieces)(of_pack))
         for path, value in zip(self._segments.shared, self.own.params[len(rows) :], strict=True):
-            rows.append(grads[path] if path in grads else jnp.zeros_like(value[0, 0]))
-        return rows
+            nothing = jnp.zeros((pieces, *value.shape[2:]), value.dtype)
+            rows.append(parts.get(path, nothing))
+        return [self._setting.exactly(row, True) for row in rows]
+
+    def _as_parts(self, grad: Any, ndim: int) -> Any:
+        """A gradient with a part per piece; one that has none is the first of them."""
+        import jax.numpy as jnp
+
+        if grad.ndim > ndim:
+            return self._setting.exactly(grad, True)
+        whole = self._setting.exactly(grad, False)[None]
+        rest = jnp.zeros((self._setting.pieces - 1, *grad.shape), grad.dtype)
+        return self._setting.exactly(jnp.concatenate([whole, rest]), True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +237,8 @@ class UnequalRunner(Runner):
         rest = Rest(self._read_slots(whole.slots), carried)
         run = self._over_stages(jax.sharding.PartitionSpec(setting.axis))
         results = run(own, others, (fixed, states), rest, [], micros, self._rows())
-        own_grads, _, _, carried, logs = results
+        parts, _, _, carried, logs = results
+        own_grads = [part.sum(1) for part in parts]  # over the pieces of the rows
         grads = {p: jnp.zeros_like(value) for p, value in others.items()}
         grads |= dict(zip(packs, own_grads, strict=False))
         for path, value in zip(shared, own_grads[len(packs) :], strict=True):

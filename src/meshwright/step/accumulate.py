@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from ..jaxprs.edits import equations
+from ..jaxprs.row_parts import Gathered
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from ..scoped import scoped
 from .counting import counted
 from .gradient import Gradient
-from .parts import Gathered
 from .platform import traced_for
 from .sharing import Sharing
 
@@ -36,7 +36,7 @@ def accumulating_step(
     ``gradient(program, share)`` is that of so much of the program's loss. Where it costs no memory,
     micro-batches are taken side by side; see :func:`side_by_side`. Else gradients gathered so far
     are pieces at levels 2 and 3 of ZeRO, to which each micro-batch is added over the devices.
-    Below, every device gathers its own part, and the parts are added once; see ``parts.py``.
+    Below, every device gathers its own part, and the parts are added once; see ``row_parts.py``.
     """
 
     def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:

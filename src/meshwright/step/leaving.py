@@ -3,7 +3,7 @@
 Nothing but the update waits for those. XLA for GPU (jaxlib 0.10) puts the products that make them
 off to the end of the step, and holds what they read of every block till then: with blocks of a
 Transformer computed again, several times what the blocks keep. So what goes on from a block waits
-for them. It does not wait for their sum over devices: that is not in a block, see ``parts.py``.
+for them. It does not wait for their sum over devices: that is not in a block, see ``row_parts.py``.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..jaxprs.row_parts import Pieces, in_parts, scatter_parts, sum_narrow, sum_parts
 from ..layouts.layout import Layout
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
@@ -15,7 +16,6 @@ from ..program import Arrays, Aux, Batch, Program, TrainState
 from .compressing import UNSENT, sum_compressed
 from .gradient import Gradient
 from .leaving import leaving_in_turn
-from .parts import Pieces, in_parts, scatter_parts, sum_narrow, sum_parts
 from .platform import traced_for, traced_for_gpu
 from .remat import BY_BLOCK, blocks, policy_of, recomputing
 from .remat_stretches import GATHERED, Cut, Equations, Stretch, but_gathered, in_stretches
@@ -163,7 +163,7 @@ class Sharing:
         return self.share(grads) if self.level >= 2 else grads
 
     def part(self, value: Any, ndim: int) -> Any:
-        """A gradient that may be in parts, in its layout; see ``parts.py``."""
+        """A gradient that may be in parts, in its layout; see ``row_parts.py``."""
         import jax
 
         if value.ndim == ndim:

@@ -148,8 +148,8 @@ def way_of(sums: Any, placement: Placement) -> GradientSum | None:
 
 
 def sum_flat(parts: Arrays, mesh: Any, axes: tuple[str, ...], how: GradientSum) -> Arrays:
-    """The sums over devices of gradients in parts, see ``parts.py``; each has one more dim before
-    its own, of which every device holds one piece.
+    """The sums over devices of gradients in parts, see ``row_parts.py``; each has one more dim
+    before its own, of which every device holds one piece.
 
     >>> import jax, jax.numpy as jnp, meshwright as mw
     >>> mesh = mw.create_mesh({"batch": 8}).jax_mesh

@@ -16,11 +16,11 @@ from keras import layers
 
 import meshwright as mw
 from meshwright.hlo.collectives import read_collectives
+from meshwright.jaxprs.row_parts import Gathered, Pieces, in_parts, sum_parts
 from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.ahead import compile_abstract
 from meshwright.step.accumulate import Way, accumulating_in
 from meshwright.step.gradient import summed_in
-from meshwright.step.parts import Gathered, Pieces, in_parts, sum_parts
 
 ROWS = 16
 MESHES = {

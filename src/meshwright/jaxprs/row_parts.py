@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _compat
-from ..jaxprs.edits import count_uses
-from ..jaxprs.links import How
-from ..jaxprs.primitives import CHECKPOINTS, MOVES, SUMS, links_of
+from .edits import count_uses
+from .links import How
+from .primitives import CHECKPOINTS, MOVES, SUMS, links_of
 
 # What may stand between such a sum and the gradient: it does to each part what it does to the sum.
 _KEEPS_PARTS = MOVES | {"convert_element_type", "reduce_sum"}
@@ -108,7 +108,7 @@ class Unsummed:
                 else first
                 for i, first in enumerate(several[0])
             ]
-            return _compat.evaluate(alone, operands)[0][None]
+            return _compat.evaluate_here(alone, operands)[0][None]
 
         axes, count = self.pieces.axes, len(self.operands)
         lies = [

@@ -1,0 +1,59 @@
+"""Where a batch axis lies beside the stages, gradients are summed over it once in a step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import keras
+import pytest
+from keras import layers
+
+import meshwright as mw
+
+ROWS, STATISTICS_BYTES = 16, 1024  # of the widest layer: a tick may send these, and its loss
+
+
+def words() -> tuple[keras.Model, Any]:
+    """Equal blocks between an embedding and a head, both larger than what rows need."""
+    ids = keras.Input([8], dtype="int32")
+    x: Any = layers.Embedding(512, 32, name="tokens")(ids)
+    for number in range(4):
+        hidden = layers.Dense(64, "gelu", name=f"up_{number}")(x)
+        x = layers.Add()([x, layers.Dense(32, name=f"down_{number}")(hidden)])
+    model = keras.Model(ids, layers.Dense(512, name="head")(x))
+    batch = jax.ShapeDtypeStruct((ROWS, 8), "int32")
+    return model, (batch, batch)
+
+
+def images() -> tuple[keras.Model, Any]:
+    """Convolutions that differ, with statistics and masks of their own."""
+    image = keras.Input([16, 16, 3])
+    x: Any = image
+    for number, filters in enumerate((16, 32, 64, 128)):
+        x = layers.Conv2D(filters, 3, strides=2, padding="same", name=f"conv_{number}")(x)
+        x = layers.ReLU()(layers.BatchNormalization()(x))
+    model = keras.Model(image, layers.Dense(8)(layers.Flatten()(x)))
+    x_rows = jax.ShapeDtypeStruct((ROWS, 16, 16, 3), "float32")
+    return model, (x_rows, jax.ShapeDtypeStruct((ROWS,), "int32"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.full)])
+@pytest.mark.parametrize("build", [words, images])
+def test_a_tick_sends_no_gradient_over_the_axis_of_the_batch(build: Any, schedule: str) -> None:
+    with mw.abstract():
+        model, batch = build()
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    strategy = mw.Sharded(
+        mw.Mesh({"stage": 2, "data": 2}),
+        batch="data",
+        pipeline=mw.Pipeline("stage", micro_batches=4, schedule=schedule),
+        unmatched="replicate",
+    )
+    report = mw.dry_run(model, batch, strategy=strategy, target="cpu:4")
+    over_data = [one for one in report.collectives if "data" in one.axes]
+    by_tick = [one.bytes_per_device for one in over_data if one.count != 1]
+    once = [one.bytes_per_device for one in over_data if one.kind == "all-reduce"]
+    largest = 4 * max(math.prod(weight.shape) for weight in model.trainable_variables)
+    assert max(by_tick) <= STATISTICS_BYTES < largest <= max(once)
