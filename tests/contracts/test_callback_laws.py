@@ -239,6 +239,22 @@ def test_an_own_callback_stops_in_the_middle_of_an_epoch_as_in_keras() -> None:
     assert [int(side.model.optimizer.iterations) for side in both] == [3, 3]
 
 
+def test_functions_given_to_a_callback_are_called_for_every_batch() -> None:
+    """A ``LambdaCallback`` has its hooks itself, and its class has none."""
+    calls: list[list[Any]] = []
+    for strategy in (STRATEGIES["batch=4, model=2"](), OneDevice()):
+        calls.append([])
+        given = callbacks.LambdaCallback(
+            on_train_batch_begin=lambda batch, logs: calls[-1].append(("begin", batch)),
+            on_train_batch_end=lambda batch, logs: calls[-1].append(("end", batch, sorted(logs))),
+            on_test_batch_end=lambda batch, logs: calls[-1].append(("test", batch, sorted(logs))),
+        )
+        train(strategy, given, epochs=2)
+    ours, theirs = calls
+    assert ours == theirs
+    assert len(theirs) == 2 * (4 + 4 + 2)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="needs TensorFlow")
 def test_tensorboard_writes_the_same_curves(tmp_path: Path) -> None:
     from tensorflow.python.summary.summary_iterator import summary_iterator

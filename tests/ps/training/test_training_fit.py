@@ -90,6 +90,9 @@ def test_callbacks_that_look_at_batches_are_refused_by_name():
     checkpoint = keras.callbacks.ModelCheckpoint("x.keras", save_freq=5)
     with pytest.raises(mw.ModelError, match=r"Batchwise \(on_train_batch_end\); ModelCheckpoint"):
         check_callbacks([Batchwise(), checkpoint, keras.callbacks.EarlyStopping()])
+    by_hand = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    with pytest.raises(mw.ModelError, match=r"LambdaCallback \(on_train_batch_end\)"):
+        check_callbacks([by_hand])
     epochs = [keras.callbacks.ModelCheckpoint("x.keras"), keras.callbacks.TerminateOnNaN()]
     check_callbacks([*epochs, keras.callbacks.ReduceLROnPlateau()])
 

@@ -44,12 +44,18 @@ def shows_line(verbose: str | int, callbacks: Any) -> bool:
 
 def listen(callbacks: keras.callbacks.CallbackList, *hooks: str) -> bool:
     """Whether any callback does something in these hooks; calling the others costs time."""
-    base = keras.callbacks.Callback
-    return any(
-        getattr(type(callback), hook) is not getattr(base, hook)
-        for callback in callbacks.callbacks
-        for hook in hooks
-    )
+    return any(overrides(callback, hook) for callback in callbacks.callbacks for hook in hooks)
+
+
+def overrides(callback: Any, hook: str) -> bool:
+    """Whether a callback has a hook of its own: by its class, or given to it alone.
+
+    >>> given = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    >>> overrides(given, "on_train_batch_end"), overrides(given, "on_train_batch_begin")
+    (True, False)
+    """
+    method = getattr(callback, hook)
+    return getattr(method, "__func__", method) is not getattr(keras.callbacks.Callback, hook)
 
 
 def others(callbacks: keras.callbacks.CallbackList) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from ...errors import ModelError
-from ...frontends.keras.callbacks import callback_list, others
+from ...frontends.keras.callbacks import callback_list, others, overrides
 from ...run.options import Schedule
 
 _HOOKS = (
@@ -55,11 +55,10 @@ def batch_hooks(callback: Any) -> list[str]:
     >>> batch_hooks(keras.callbacks.ModelCheckpoint("best.keras", save_freq=10))
     ['on_train_batch_end']
     """
-    base = keras.callbacks.Callback
     argument, by_epoch = _BY_EPOCH.get(type(callback).__name__, ("", None))
     if isinstance(callback, _FED) or (argument and getattr(callback, argument) == by_epoch):
         return []
-    return [hook for hook in _HOOKS if getattr(type(callback), hook) is not getattr(base, hook)]
+    return [hook for hook in _HOOKS if overrides(callback, hook)]
 
 
 def checked_callbacks(
