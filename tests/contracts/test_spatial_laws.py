@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -108,3 +109,91 @@ def test_a_deep_net_over_odd_rows_trains_as_on_one_device() -> None:
     strategy = mw.Sharded(mesh, inputs=["batch", "rows", "cols", None])
     sharded, one = (train(how, deep, x, y, epochs=2) for how in (strategy, OneDevice()))
     agree(sharded, one, Tolerance(weights=2e-6, losses=1e-6))
+
+
+# A model's own step calls its parts itself, and what one part splits may be rows of the next.
+
+
+class TwoParts(keras.Model):
+    """A generator of images and a judge of them, trained against each other."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        to_image = [layers.Dense(64, name="features"), layers.Reshape([8, 8, 1])]
+        self.generator = keras.Sequential([keras.Input([8]), *to_image])
+        convolution = layers.Conv2D(4, 3, strides=2, padding="same", name="convolution")
+        judging = [convolution, layers.Flatten(), layers.Dense(1, name="verdict")]
+        self.judge = keras.Sequential([keras.Input([8, 8, 1]), *judging])
+        self.by, self.built = by, True
+
+    def judged(self, trainable: Any, noise: Any) -> Any:
+        """The mean verdict on made images."""
+        if self.by == "stateless_call":
+            images, _ = self.generator.stateless_call(trainable[:2], [], noise)
+            return keras.ops.mean(self.judge.stateless_call(trainable[2:], [], images)[0] ** 2)
+        pairs = list(zip(self.trainable_variables, trainable, strict=True))
+        with keras.StatelessScope(state_mapping=pairs):
+            return keras.ops.mean(self.judge(self.generator(noise)) ** 2)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        trainable, other, slots, counts = state
+        loss, grads = jax.value_and_grad(self.judged)(trainable, data)
+        grads = [-gradient for gradient in grads[:2]] + grads[2:]
+        trainable, slots = self.optimizer.stateless_apply(slots, grads, trainable)
+        return {"verdict": loss}, (trainable, other, slots, counts)
+
+
+@pytest.mark.parametrize("by", ["stateless_call", "StatelessScope"])
+@pytest.mark.parametrize("mesh", [{"batch": 4, "model": 2}, {"model": 8}], ids=str)
+def test_features_of_one_part_that_are_rows_of_the_next(mesh: dict[str, int], by: str) -> None:
+    def build() -> keras.Model:
+        model = TwoParts(by)
+        model.compile(keras.optimizers.SGD(0.5))
+        return model
+
+    x = np.random.default_rng(6).normal(size=[32, 8]).astype("float32")
+    axis = "batch" if "batch" in mesh else None
+    layouts = {"features/kernel": [None, "model"], "features/bias": ["model"]}
+    strategy = mw.Sharded(mw.create_mesh(mesh), layouts, batch=axis)
+    sharded, one = (train(how, build, x, batch_size=16) for how in (strategy, OneDevice()))
+    agree(sharded, one, Tolerance(weights=2e-6, losses=1e-5))
+
+
+@pytest.mark.parametrize("mesh", [{"batch": 4, "model": 2}, {"model": 8}], ids=str)
+def test_the_same_in_a_loop_of_ones_own(mesh: dict[str, int]) -> None:
+    axis = "batch" if "batch" in mesh else None
+    strategy = mw.Sharded(mw.create_mesh(mesh), {"features/kernel": [None, "model"]}, batch=axis)
+    noise = np.random.default_rng(6).normal(size=[16, 8]).astype("float32")
+    found = []
+    for how in (strategy, OneDevice()):
+        model = made(how, functools.partial(TwoParts, "stateless_call"))
+        values = [variable.value for variable in model.trainable_variables]
+        with how.scope():
+            batch = strategy.put((noise,))[0] if how is strategy else noise
+            found.append(jax.jit(jax.grad(model.judged))(values, batch))
+    for ours, theirs in zip(*found, strict=True):
+        assert relative(np.asarray(ours), np.asarray(theirs)) < 1e-5
+
+
+def test_masks_go_from_one_part_to_the_next() -> None:
+    ids = np.random.default_rng(7).integers(0, 3, [16, 5]).astype("int32")
+    strategy = mw.Sharded(
+        mw.create_mesh({"batch": 4, "model": 2}), {"recurrent.*kernel": [None, "model"]}
+    )
+    found = []
+    for how in (strategy, OneDevice()):
+        keras.utils.set_random_seed(1)
+        with how.scope():
+            embed = keras.Sequential([layers.Embedding(3, 4, mask_zero=True)])
+            read = keras.Sequential([layers.LSTM(4, name="recurrent")])
+            embed.build([16, 5])
+            read.build([16, 5, 4])
+
+            def both(first: Any, second: Any, ids: Any, parts: Any = (embed, read)) -> Any:
+                vectors, _ = parts[0].stateless_call(first, [], ids)
+                others = [v.value for v in parts[1].non_trainable_variables]
+                return parts[1].stateless_call(second, others, vectors)[0]
+
+            values = [[v.value for v in part.trainable_variables] for part in (embed, read)]
+            found.append(np.asarray(jax.jit(both)(*values, ids)))
+    np.testing.assert_allclose(*found, atol=1e-6)

@@ -37,7 +37,7 @@ from ..jaxprs.primitives import (
 from ..jaxprs.reach import Cut, Cuts, Dim, Dims, Scope, feeble_cuts, pieces, sure_cuts
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
-from ..program import Arrays, Aux, Batch, Program, TrainState
+from ..program import Arrays, Aux, Batch, Logs, Program, Step, TrainState
 from . import halo as windows
 
 Layouts = Any  # per argument, a pytree prefix of Layout or None, as jit's in_shardings
@@ -138,9 +138,20 @@ def guarded(program: Program, layouts: TrainState, of_batch: Callable[[Batch], A
 
         return safe
 
+    def stepping(own: Step) -> Step:
+        def safe(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+            lies = of_batch(batch)
+            if is_safe((*weights, lies)):
+                return own(whole, batch)
+            return guard(own, (layouts, lies))(whole, batch)
+
+        return safe
+
     return replace(
         program,
         loss=loss,
+        own_step=program.own_step and stepping(program.own_step),
+        own_test_step=program.own_test_step and stepping(program.own_test_step),
         forward=predicting(program.forward),
         predict=program.predict and predicting(program.predict),
     )

@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from ... import _compat
 from ...arrays import relayout
+from ...arrays.tracing import is_tracing
 from ...layouts.layout import UNSHARDED, Layout
 from ...layouts.params import Placed
 from ...layouts.placement import Placement
@@ -132,15 +133,20 @@ def _guarded_call(
     ``args`` are values of trainable and other variables, then the model's inputs.
     """
     trained, others, *inputs = args
+    lies = _input_layouts(placement, model, tuple(inputs))
+    masks_of_inputs = _compat.masks_of(inputs)
+    inputs = _lying_so(inputs, lies)
+    _compat.set_masks(inputs, masks_of_inputs)
     layouts = (
         _parameter_layouts(placement, model),
         _variable_layouts(model.non_trainable_variables),
-        _input_layouts(placement, model, tuple(inputs)),
+        lies,
     )
     if is_safe(layouts):
-        return original(model, *args, **kwargs)
+        return original(model, trained, others, *inputs, **kwargs)
 
     def forward(trained: Any, others: Any, inputs: Any) -> Any:
+        _compat.set_masks(inputs, masks_of_inputs)
         results = original(model, trained, others, *inputs, **kwargs)
         return results, _compat.masks_of(results)
 
@@ -175,6 +181,17 @@ def _input_layouts(placement: Placement, model: keras.Model, inputs: tuple[Any, 
         return ()
     first = putter(placement, model).layouts(inputs[0])
     return (first, *jax.tree.map(lambda _: None, inputs[1:]))
+
+
+def _lying_so(inputs: list[Any], lies: Any) -> list[Any]:
+    """The inputs, which another model may have made and XLA laid out by that one's weights."""
+    if not inputs or not is_tracing() or jax.sharding.get_abstract_mesh().manual_axes:
+        return inputs
+
+    def hold(layout: Layout, value: Any) -> Any:
+        return jax.lax.with_sharding_constraint(value, layout.sharding)
+
+    return [jax.tree.map(hold, lies[0], inputs[0]), *inputs[1:]]
 
 
 @contextlib.contextmanager
