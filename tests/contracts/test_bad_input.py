@@ -212,6 +212,20 @@ def test_a_model_that_is_not_compiled_is_an_error(call: str) -> None:
         getattr(strategy(), call)(sequential(), X, Y)
 
 
+@pytest.mark.parametrize("call", ["fit", "evaluate"])
+def test_a_step_that_is_written_for_tensorflow_is_an_error(call: str) -> None:
+    class Own(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return {"loss": 0.0}
+
+    model = Own([keras.Input([12]), layers.Dense(4)])
+    model.compile("sgd", "mse")
+    with pytest.raises(
+        mw.ModelError, match=r"train_step of .* takes \(data.*must take \(state, data"
+    ):
+        getattr(strategy(), call)(model, X, Y)
+
+
 def test_a_model_that_is_not_built_cannot_be_placed() -> None:
     with pytest.raises(mw.ModelError, match="not built"):
         strategy().place(not_yet_built())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +34,9 @@ def check_compiled(model: Any) -> None:
         raise ModelError(
             f"model {model.name!r} is not compiled: call model.compile(optimizer, loss, ...) first."
         )
+    for method in ("train_step", "test_step"):
+        if _compat.has_own(model, method):
+            _check_own_step(model, method)
 
 
 def check_fit(
@@ -56,6 +60,20 @@ def check_fit(
         data = replace(data, **dict(zip(("x", "y", "sample_weight"), arrays, strict=True)))
         validation = replace(validation, data=held_out)
     return data, replace(validation, batch_size=validation.batch_size or data.batch_size)
+
+
+def _check_own_step(model: keras.Model, method: str) -> None:
+    """Raise :class:`ModelError` for a step as it is written for TensorFlow or PyTorch."""
+    takes = inspect.signature(getattr(model, method))
+    try:
+        takes.bind(None, None)
+    except TypeError:
+        raise ModelError(
+            f"{method} of model {model.name!r} takes {takes}, as for TensorFlow or PyTorch. On JAX "
+            f"it must take (state, data), change no variable and return (logs, new state): "
+            "https://keras.io/guides/custom_train_step_in_jax. To change the loss alone, override "
+            "compute_loss instead."
+        ) from None
 
 
 def check_options(**options: Any) -> None:
