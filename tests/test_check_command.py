@@ -125,6 +125,20 @@ def test_errors_in_the_users_loss_are_shown_by_its_own_lines(job):
     assert "site-packages" not in result.stderr
 
 
+def test_a_batch_that_does_not_fit_the_loss_is_an_error_of_the_model(job):
+    """No line of it is the user's: Keras' loss refuses what it gets."""
+    (job / "checked_batch.py").write_text(
+        "import keras\nimport numpy as np\n\n\ndef build():\n"
+        "    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])\n"
+        "    model.compile('sgd', 'binary_crossentropy')\n"
+        "    return model, (np.zeros([16, 4]), np.zeros([15, 2]))\n"
+    )
+    result = run("check", "checked_batch:build", "--mesh", "batch=8")
+    assert result.exit_code == 2, result.output
+    assert "the step of 'sequential' cannot be traced: ValueError: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_all_invalid_parameters_are_reported_at_once(job):
     arguments = ["checked_jo:build", "--target", "cpu", "--mesh", "batch", "--layout", "kernel"]
     result = run("dry-run", *arguments, "--save", "checked_job.py/plan.json", "--zero", "7")

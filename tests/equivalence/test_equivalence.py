@@ -295,7 +295,7 @@ def test_whole_numbers_are_equal_or_not() -> None:
     ("built", "message"),
     [
         (None, r"build\(\) returned NoneType None; build\(\) must return \(model, batch\)"),
-        ((1, (X, Y)), "returned a int for a model; it is a compiled Keras model or a Program"),
+        ((1, (X, Y)), "returned 1 for a model; it must be a compiled Keras model or a Program"),
         ((linear()[0], None), "returned no batch"),
         ((keras.Sequential([keras.Input([2])]), (X, Y)), "is not compiled: call model.compile"),
     ],

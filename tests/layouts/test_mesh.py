@@ -14,7 +14,7 @@ from hypothesis import given
 from jax.sharding import AbstractMesh
 
 import meshwright as mw
-from meshwright import Mesh, MeshError, MeshwrightError, create_mesh
+from meshwright import Mesh, MeshError, MeshwrightError, create_mesh, topology
 from meshwright.testing import run_in_fresh_process
 
 AXES = {"batch": 4, "model": 2}
@@ -345,6 +345,12 @@ def test_bad_input_is_a_value_error_with_names_and_values(build, message):
         build()
     assert isinstance(error.value, ValueError)
     assert isinstance(error.value, MeshwrightError)
+
+
+def test_too_few_devices_of_a_group_are_asked_of_its_launcher(monkeypatch):
+    monkeypatch.setattr(topology, "process_count", lambda: 2)
+    with pytest.raises(mw.MeshError, match=r"2 processes needs 8: .*meshwright launch --devices 8"):
+        mw.create_mesh({"batch": 4, "model": 4})
 
 
 def test_all_faults_stand_in_one_error():

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from ..errors import BatchError, LayoutError, ModelError
 from ..jaxprs.edits import equations
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
+from ..planning.faults import tracing
 from ..program import Program, TrainState
 from ..run import Trainer
 from ..step.options import StepOptions
@@ -41,7 +43,8 @@ class OneDevice:
         self.is_pure = isinstance(self.case.model, Program)
         self._start = jax.jit(program.initial)() if self.is_pure else program.initial()
         self._step = jax.jit(program.own_step or _plain_step(program))
-        self._gradients = self._gradient_step()
+        with tracing(self.name):
+            self._gradients = self._gradient_step()
 
     def run(self, steps: int) -> Run:
         """Train. Raises :class:`ModelError` if the loss does not stay finite."""
@@ -69,7 +72,8 @@ class OneDevice:
     def tolerance(self, rtol: float | None) -> Tolerance:
         """What the coarsest float of the training step allows, unless ``rtol`` is given."""
         jaxpr = jax.make_jaxpr(self._program.own_step or _plain_step(self._program))
-        dtypes = _floats(jaxpr(self._start, self.case.batches[0]))
+        with tracing(self.name):
+            dtypes = _floats(jaxpr(self._start, self.case.batches[0]))
         eps, name = max((float(jnp.finfo(dtype).eps), str(dtype)) for dtype in dtypes)
         return Tolerance(_RTOL.get(name, 4 * eps) if rtol is None else rtol, name, eps)
 
@@ -215,14 +219,15 @@ def _built(
             return case
         if not isinstance(case.model, keras.Model):
             raise ModelError(
-                f"build() returned a {type(case.model).__name__} for a model; it is a compiled "
+                f"build() returned {reprlib.repr(case.model)} for a model; it must be a compiled "
                 "Keras model or a Program."
             )
         check_compiled(case.model)
         if strategy is not None:
             strategy.prepare(case.model, lambda: case.batches[0])
         elif _compat.needs_batch_to_build(case.model) or _compat.has_unbuilt_optimizer(case.model):
-            _compat.build_for(case.model, case.batches[0])
+            with tracing(case.model.name):
+                _compat.build_for(case.model, case.batches[0])
         return case
 
 

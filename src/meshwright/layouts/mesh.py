@@ -415,6 +415,12 @@ def _wrong_count(
     if may_shrink and total < len(devices):
         return f"{message} To use the first {total}, pass devices=jax.devices()[:{total}]."
     if total > len(devices) and devices and devices[0].platform == "cpu":
+        each, rest = divmod(total, count := topology.process_count())
+        if count > 1 and not rest:  # devices of a group are counted before the program begins
+            return (
+                f"{message} Each of the {count} processes needs {each}: start them by `meshwright "
+                f"launch --devices {each}`, or let one axis be -1."
+            )
         return (
             f"{message} Call meshwright.virtual_devices({total}) at the start of the program, "
             "or let one axis be -1."
