@@ -98,8 +98,8 @@ def median(rounds: list[tuple[float, float]], column: int) -> float:
 async def open_loop(model: Any, row: Any, rows_per_s: float) -> dict[str, float]:
     """Latencies of requests that arrive by themselves, from when they were due.
 
-    A thread wakes the loop for each, as a socket would: the loop's own timers are a millisecond
-    late, which is longer than an answer takes.
+    A thread wakes the loop for those that are due, as sockets would: the loop's own timers are a
+    millisecond late, which is longer than an answer takes.
     """
     rng = np.random.default_rng(1)
     latencies, refused, under_way = list[float](), 0, set[Any]()
@@ -114,16 +114,21 @@ async def open_loop(model: Any, row: Any, rows_per_s: float) -> dict[str, float]
             return
         latencies.append(time.perf_counter() - due_s)
 
-    def begin(due_s: float) -> None:
-        task = asyncio.ensure_future(one(due_s))
-        under_way.add(task)
-        task.add_done_callback(under_way.discard)
+    def begin(dues_s: list[float]) -> None:
+        for due_s in dues_s:
+            task = asyncio.ensure_future(one(due_s))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
 
     def arrive() -> None:
-        due_s, end_s = time.perf_counter(), time.perf_counter() + SECONDS
-        while (due_s := due_s + rng.exponential(1 / rows_per_s)) < end_s:
-            time.sleep(max(due_s - time.perf_counter(), 0))
-            loop.call_soon_threadsafe(begin, due_s)
+        count = int(rows_per_s * SECONDS)
+        dues_s = time.perf_counter() + np.cumsum(rng.exponential(1 / rows_per_s, count))
+        first = 0
+        while first < count:
+            time.sleep(max(dues_s[first] - time.perf_counter(), 0))
+            end = max(int(np.searchsorted(dues_s, time.perf_counter())), first + 1)
+            loop.call_soon_threadsafe(begin, dues_s[first:end].tolist())
+            first = end
         loop.call_soon_threadsafe(over.set)
 
     threading.Thread(target=arrive).start()

@@ -23,7 +23,7 @@ from .report import DryRun
 
 _BUSY = 0.8  # of the time of a device that a load may take, for requests come unevenly
 # A request wakes the thread of the batches, its answer wakes the caller, and what is done in Python
-# between them takes as long again.
+# on the way takes as long again.
 _HANDOVERS = 3
 _WAITS = 2  # batches that a request may wait for: the one before, and its own
 

@@ -33,7 +33,7 @@ _TINY = 256  # instructions in a row that do next to nothing
 _TERMS = 16  # of a polynomial, each a product and a sum
 _LEAST_SHARE = 0.5  # of the time of a piece of work, that is not for its instruction
 _MOST_REPEATS = 512
-_HANDOVERS = 500
+_HANDOVERS = 200
 
 # Dims of the arrays whose rates are measured, from small pieces of work to large ones, and the work
 # of one call, in which the same is done again and again.
@@ -181,7 +181,7 @@ def _measure(num_devices: int) -> dict[str, float]:
         name: max(1e-9, (least[name] - least["nothing"]) / runs)
         for name, (_, _, runs) in works.items()
     }
-    return {**taken, "nothing": least["nothing"], "handover": _handover_s(calls["nothing"])}
+    return {**taken, "nothing": least["nothing"], "handover": _handover_s(calls["product"])}
 
 
 def _rated_works() -> dict[str, tuple[Callable[[Any], Any], tuple[int, ...], int]]:
@@ -240,7 +240,8 @@ def _again(work: Callable[[Any], Any], x: Any, times: int) -> Any:
 
 
 def _handover_s(call: Callable[[], Any]) -> float:
-    """Seconds that a call takes longer in another thread, in the middle of many."""
+    """Seconds that a call takes longer in another thread, in the middle of many; a call that is
+    over at once would meet threads that do not sleep yet."""
     with ThreadPoolExecutor(1) as thread:
         in_turn = [
             (_seconds(lambda: thread.submit(call).result()), _seconds(call))

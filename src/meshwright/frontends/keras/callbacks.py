@@ -50,8 +50,8 @@ def listen(callbacks: keras.callbacks.CallbackList, *hooks: str) -> bool:
 def overrides(callback: Any, hook: str) -> bool:
     """Whether a callback has a hook of its own: by its class, or given to it alone.
 
-    >>> given = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
-    >>> overrides(given, "on_train_batch_end"), overrides(given, "on_train_batch_begin")
+    >>> mine = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    >>> overrides(mine, "on_train_batch_end"), overrides(mine, "on_train_batch_begin")
     (True, False)
     """
     method = getattr(callback, hook)
