@@ -12,7 +12,7 @@ from typing import Any
 
 from ..program import Arrays, TrainState
 from .by_stage import from_row, packed_row
-from .packing import Packing
+from .packing import Pack, Packing
 from .passes import Passes, plus
 from .running import Runner, Taken
 from .segments import Packed, Segments
@@ -175,25 +175,26 @@ class UnequalPasses(Passes):
 
     def _rows(self, stage: int, grads: Arrays, weights: Arrays) -> list[Any]:
         """Gradients as the parameters of a stage lie, with a part per piece."""
-        import jax
         import jax.numpy as jnp
 
-        pieces = self._setting.pieces
         parts = {path: self._as_parts(grad, weights[path].ndim) for path, grad in grads.items()}
-        rows = []
-        for pack in self._packing.packs.params.values():
-            own = [piece for piece in pack.pieces if piece.stage == stage]
-            length, dtype = pack.info.dims[1], pack.info.dtype
-            of_pack = {piece.path: parts[piece.path] for piece in own}
-
-            def row(of: Arrays, own: Any = own, length: int = length, dtype: Any = dtype) -> Any:
-                return packed_row(own, of, length, dtype)
-
-            rows.append(jax.vmap(row, axis_size=pieces)(of_pack))
+        rows = [self._row(pack, stage, parts) for pack in self._packing.packs.params.values()]
         for path, value in zip(self._segments.shared, self.own.params[len(rows) :], strict=True):
-            nothing = jnp.zeros((pieces, *value.shape[2:]), value.dtype)
+            nothing = jnp.zeros((self._setting.pieces, *value.shape[2:]), value.dtype)
             rows.append(parts.get(path, nothing))
         return [self._setting.exactly(row, True) for row in rows]
+
+    def _row(self, pack: Pack, stage: int, parts: Arrays) -> Any:
+        """The gradients of a stage's arrays in a pack, flat, with a part per piece."""
+        import jax
+
+        own = [piece for piece in pack.pieces if piece.stage == stage]
+
+        def flat(of_piece: Arrays) -> Any:
+            return packed_row(own, of_piece, pack.info.dims[1], pack.info.dtype)
+
+        of_pack = {piece.path: parts[piece.path] for piece in own}
+        return jax.vmap(flat, axis_size=self._setting.pieces)(of_pack)
 
     def _as_parts(self, grad: Any, ndim: int) -> Any:
         """A gradient with a part per piece; one that has none is the first of them."""
