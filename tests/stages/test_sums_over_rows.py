@@ -15,16 +15,22 @@ import meshwright as mw
 ROWS, STATISTICS_BYTES = 16, 1024  # of the widest layer: a tick may send these, and its loss
 
 
-def words() -> tuple[keras.Model, Any]:
+def words(rate: float = 0.0) -> tuple[keras.Model, Any]:
     """Equal blocks between an embedding and a head, both larger than what rows need."""
     ids = keras.Input([8], dtype="int32")
     x: Any = layers.Embedding(512, 32, name="tokens")(ids)
     for number in range(4):
         hidden = layers.Dense(64, "gelu", name=f"up_{number}")(x)
-        x = layers.Add()([x, layers.Dense(32, name=f"down_{number}")(hidden)])
+        hidden = layers.Dense(32, name=f"down_{number}")(hidden)
+        x = layers.Add()([x, layers.Dropout(rate)(hidden) if rate else hidden])
     model = keras.Model(ids, layers.Dense(512, name="head")(x))
     batch = jax.ShapeDtypeStruct((ROWS, 8), "int32")
     return model, (batch, batch)
+
+
+def drawing() -> tuple[keras.Model, Any]:
+    """The same with dropout, which takes all rows of a micro-batch at once."""
+    return words(rate=0.1)
 
 
 def images() -> tuple[keras.Model, Any]:
@@ -40,7 +46,7 @@ def images() -> tuple[keras.Model, Any]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.full)])
-@pytest.mark.parametrize("build", [words, images])
+@pytest.mark.parametrize("build", [words, drawing, images])
 def test_a_tick_sends_no_gradient_over_the_axis_of_the_batch(build: Any, schedule: Any) -> None:
     with mw.abstract():
         model, batch = build()

@@ -74,7 +74,7 @@ class Passes:
     def _zeros_like(self, param: Any, dim: int) -> Any:
         import jax.numpy as jnp
 
-        if self._setting.by_piece is None:
+        if self._setting.pieces == 1:
             return jnp.zeros_like(param)
         dims = *param.shape[:dim], self._setting.pieces, *param.shape[dim:]
         return self._setting.laid(jnp.zeros(dims, param.dtype), dim)
@@ -86,7 +86,7 @@ class Passes:
         if self._blocks is not None:
             grads = [jnp.stack(by_block, 1) for by_block in zip(*grads, strict=True)]
         grads = [grad.reshape(-1, *grad.shape[2:]) for grad in grads]
-        return grads if self._setting.by_piece is None else [g.swapaxes(0, 1) for g in grads]
+        return grads if self._setting.pieces == 1 else [g.swapaxes(0, 1) for g in grads]
 
     # What comes before and after the blocks
 
@@ -141,6 +141,17 @@ class Passes:
         """What comes before the blocks."""
         values = self._values_known(params, micro, self.rest)
         return self._functions.evaluate(self._functions.enters, values)
+
+    def _as_parts(self, grad: Any, ndim: int) -> Any:
+        """A gradient with a part per piece."""
+        return self._setting.laid(grad if grad.ndim > ndim else self._first_part(grad), 0)
+
+    def _first_part(self, grad: Any) -> Any:
+        """Parts of a gradient that has none: all of it, and zeros."""
+        import jax.numpy as jnp
+
+        rest = jnp.zeros((self._setting.pieces - 1, *grad.shape), grad.dtype)
+        return jnp.concatenate([grad[None], rest])
 
     def at_loss(self, y: list[Any], results: dict[str, Any], micro: Any) -> Any:
         """Gradients, metrics and logs with those of a micro-batch, and the gradient of ``y``."""
@@ -254,7 +265,7 @@ class Passes:
             gradient, cut = self._halves.backward(params, rest, x, of_block, gradient)
             if splits:
                 return gradient, cut
-            return gradient, self._halves.weights(params, rest, x, of_block, cut)
+            return gradient, self._of_weights(params, rest, x, of_block, cut)
 
         own, gradient = self._of_run(micro, repeat), self._cut(gradient)
         into = None if splits else (grads, repeat)
@@ -270,10 +281,21 @@ class Passes:
         def block(_: None, own: Own, of: Any) -> tuple[None, list[Any]]:
             (x, of_block), cut = of
             params, rest = self._arguments(own, read)
-            return None, self._halves.weights(params, rest, x, of_block, cut)
+            return None, self._of_weights(params, rest, x, of_block, cut)
 
         own, into = self._of_run(micro, repeat), (grads, repeat)
         return self._over_blocks(block, None, own, (residuals, cut), into)[1]
+
+    def _of_weights(self, params: list[Any], *others: Any) -> list[Any]:
+        """The gradients of a block's weights, where rows are split with a part per piece."""
+        if self._setting.pieces == 1 or self._setting.by_piece is not None:
+            return self._halves.weights(params, *others)
+
+        def grads(*values: Any) -> tuple[tuple[()], dict[int, Any]]:
+            return (), dict(enumerate(self._halves.weights(*values)))
+
+        parts = self._in_parts(grads)(params, *others)[1]
+        return [self._as_parts(parts[n], param.ndim) for n, param in enumerate(params)]
 
     @functools.cached_property
     def _halves(self) -> Halves:

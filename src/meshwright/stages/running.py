@@ -48,12 +48,12 @@ class Runner:
         shared = functions.evaluate(functions.constant, context)
         spec = jax.sharding.PartitionSpec
         along, by_tick = spec(setting.axis), spec(None, setting.axis)
-        run = self._over_stages((along if setting.by_piece is None else by_tick, *[along] * 4))
+        run = self._over_stages((along if setting.pieces == 1 else by_tick, *[along] * 4))
         fixed = {p: value for p, value in whole.state.items() if p not in states}
         results = run(own, others, (fixed, states), rest, shared, micros, self._rows())
         own_grads, grads_before, grads_after, metrics, logs = results
         grads = dict(zip(self.stacks, own_grads, strict=False))
-        blocks = (0,) if setting.by_piece is None else (0, 1)
+        blocks = (0,) if setting.pieces == 1 else (0, 1)
         lent = own_grads[len(self.stacks) :]
         of_lent = {p: g.sum(blocks) for p, g in zip(functions.lent, lent, strict=True)}
         for path, value in others.items():

@@ -38,13 +38,13 @@ class Setting:
     """The blocks of a loss, the plan of its passes, and the mesh on which they run.
 
     ``mesh`` is a :class:`jax.sharding.Mesh`, ``axis`` the stages', and ``rows`` the axes that split
-    the rows of a batch. ``by_piece`` are the blocks for the rows of one of those pieces, where rows
-    leave each other alone: their gradients come with a dim of pieces in front, which is still to be
-    summed over. With ``recompute`` a stage keeps its inputs alone, else what its blocks make; with
-    ``recompute_blocks`` of each block its input alone. With ``unrolls`` a run's blocks are written
-    out one by one, else they are a loop over their stack. ``by_rules`` is whether operations are
-    laid out by rules for named dims, and ``in_branches`` whether buffers are written inside of the
-    branches that stages skip.
+    the rows of a batch: gradients of blocks then come with a dim of pieces in front, which is still
+    to be summed over. ``by_piece`` are the blocks for the rows of one of those pieces, where rows
+    leave each other alone. With ``recompute`` a stage keeps its inputs alone, else what its blocks
+    make; with ``recompute_blocks`` of each block its input alone. With ``unrolls`` a run's blocks
+    are written out one by one, else they are a loop over their stack. ``by_rules`` is whether
+    operations are laid out by rules for named dims, and ``in_branches`` whether buffers are written
+    inside of the branches that stages skip.
     """
 
     blocks: Blocks | Segments

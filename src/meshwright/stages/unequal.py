@@ -197,14 +197,9 @@ class UnequalPasses(Passes):
         return jax.vmap(flat, axis_size=self._setting.pieces)(of_pack)
 
     def _as_parts(self, grad: Any, ndim: int) -> Any:
-        """A gradient with a part per piece; one that has none is the first of them."""
-        import jax.numpy as jnp
-
-        if grad.ndim > ndim:
-            return self._setting.exactly(grad, True)
-        whole = self._setting.exactly(grad, False)[None]
-        rest = jnp.zeros((self._setting.pieces - 1, *grad.shape), grad.dtype)
-        return self._setting.exactly(jnp.concatenate([whole, rest]), True)
+        """A gradient with a part per piece."""
+        exactly = self._setting.exactly
+        return exactly(grad if grad.ndim > ndim else self._first_part(exactly(grad, False)), True)
 
 
 @dataclass(frozen=True, eq=False)
