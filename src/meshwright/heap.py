@@ -3,7 +3,6 @@
 XLA:CPU takes the memory of each run from the C library. By default glibc returns larger pieces to
 the system as soon as they are free, and the next run waits while the system clears those pages
 again: a batch of 32 MNIST images took 4.5 ms instead of 2.1, more than half of it in the kernel.
-The limits set here are the largest that glibc would choose by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from collections.abc import Mapping
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _KEPT_BYTES = 512 << 20  # at the end of the heap
-_OWN_MAP_BYTES = 32 << 20  # arrays of more are maps of their own, and go back when they are freed
+# Larger arrays are maps of their own, and go back when they are freed: glibc's own upper limit.
+_OWN_MAP_BYTES = 32 << 20
 _VARIABLES = ("MALLOC_", "GLIBC_TUNABLES")
 
 

@@ -24,11 +24,9 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 def failure(error: BaseException, task: str = "") -> Message:
     """The message that describes an error; ``task`` is the one in which it was raised.
 
-    >>> message = failure(KeyError("depth"), "worker:1")
-    >>> raise_failure(message)
-    Traceback (most recent call last):
-    ...
-    KeyError: 'depth'
+    >>> error = rebuilt(failure(KeyError("depth"), "worker:1"))
+    >>> print(repr(error), *error.__notes__, sep="\\n")
+    KeyError('depth')
     in worker:1:
       KeyError: 'depth'
     """
