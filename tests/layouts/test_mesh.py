@@ -349,7 +349,7 @@ def test_bad_input_is_a_value_error_with_names_and_values(build, message):
 
 def test_too_few_devices_of_a_group_are_asked_of_its_launcher(monkeypatch):
     monkeypatch.setattr(topology, "process_count", lambda: 2)
-    with pytest.raises(mw.MeshError, match=r"2 processes needs 8: .*meshwright launch --devices 8"):
+    with pytest.raises(mw.MeshError, match=r"2 processes needs 8 devices: .* --devices 8`"):
         mw.create_mesh({"batch": 4, "model": 4})
 
 

@@ -301,6 +301,8 @@ def test_what_cannot_be_cut_is_refused_before_anything_runs(program, mesh, how, 
 def test_a_strategy_wants_the_axis_in_its_mesh(how, what):
     with pytest.raises(mw.PipelineError, match=f"has no axis 'stage' for the {what}"):
         mw.Sharded(mw.Mesh({"data": 4}), batch="data", pipeline=how)
+    with pytest.raises(mw.ModelError, match="received 'stage'"):
+        mw.Sharded(mw.Mesh({"data": 4}), batch="data", pipeline=how.axis)
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 import pytest
 from keras import layers
 
@@ -63,3 +64,32 @@ def test_a_tick_sends_no_gradient_over_the_axis_of_the_batch(build: Any, schedul
     once = [one.bytes_per_device for one in over_data if one.kind == "all-reduce"]
     largest = 4 * max(math.prod(weight.shape) for weight in model.trainable_variables)
     assert max(by_tick) <= STATISTICS_BYTES < largest <= max(once)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [0, 2])
+def test_dropout_trains_beside_a_batch_axis_as_on_the_stages_alone(zero: int) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 512, [2, ROWS, 8])
+
+    def weights(axes: dict[str, int], zero: int = 0) -> list[np.ndarray]:
+        keras.utils.set_random_seed(0)
+        mesh = mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
+        strategy = mw.Sharded(
+            mesh,
+            batch="data" if "data" in axes else None,
+            zero=zero,
+            pipeline=mw.Pipeline("stage", micro_batches=4),
+            unmatched="replicate",
+        )
+        with strategy.scope():
+            model = words(rate=0.3)[0]
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.5, momentum=0.9), loss)
+        strategy.fit(model, x, y, batch_size=ROWS, epochs=3, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    actual, expected = weights({"stage": 2, "data": 2}, zero), weights({"stage": 2})
+    largest = max(np.abs(value).max() for value in expected)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * largest)

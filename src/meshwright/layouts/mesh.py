@@ -418,8 +418,8 @@ def _wrong_count(
         each, rest = divmod(total, count := topology.process_count())
         if count > 1 and not rest:  # devices of a group are counted before the program begins
             return (
-                f"{message} Each of the {count} processes needs {each}: start them by `meshwright "
-                f"launch --devices {each}`, or let one axis be -1."
+                f"{message} Each of the {count} processes needs {each} devices: start them with "
+                f"`meshwright launch --devices {each}`, or let one axis be -1."
             )
         return (
             f"{message} Call meshwright.virtual_devices({total}) at the start of the program, "

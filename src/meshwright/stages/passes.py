@@ -118,7 +118,7 @@ class Passes:
         return _added(grads, self._of_input(gradient, micro))
 
     def _of_input(self, gradient: list[Any], micro: Any) -> Arrays:
-        """Those of one micro-batch."""
+        """Gradients of what comes before the blocks, of one micro-batch."""
         import jax
 
         def grads(params: Arrays, gradient: list[Any]) -> tuple[tuple[()], Arrays]:

@@ -95,10 +95,11 @@ class Sharded(LaidOut, Replicas):
             mesh, layouts, batch, inputs, targets, activations, zero, unmatched, strict, rules
         )
         refuse_idle_rules(placement)
+        how = StepOptions(accumulate, remat, sums, local, pipeline)
         if pipeline is not None and pipeline.axis not in mesh:
             what = "stages" if isinstance(pipeline, Pipeline) else "branches"
             raise PipelineError(no_axis(placement, pipeline.axis, what))
-        self._take(placement, StepOptions(accumulate, remat, sums, local, pipeline))
+        self._take(placement, how)
 
     @classmethod
     def from_placement(cls, placement: Placement, how: StepOptions | None = None) -> Sharded:
