@@ -93,7 +93,9 @@ def block(own: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return mw.block_output(x + h @ own["down"].astype(x.dtype))
 
 
-def next_token_loss(params: dict[str, Any], ids: jax.Array) -> jax.Array:
+def next_token_loss(
+    params: dict[str, Any], ids: jax.Array, block: Callable[..., jax.Array] = block
+) -> jax.Array:
     x = params["embed"].astype("bfloat16")[ids] + params["places"].astype("bfloat16")
     for number, own in enumerate(params["blocks"]):
         with jax.named_scope(f"block_{number}"):
@@ -103,7 +105,7 @@ def next_token_loss(params: dict[str, Any], ids: jax.Array) -> jax.Array:
     return -jnp.mean(found)
 
 
-def gpt(depth: int, width: int, heads: int, length: int, vocab: int = 50304) -> mw.Program:
+def gpt_shapes(depth: int, width: int, heads: int, length: int, vocab: int = 50304) -> Any:
     head = width // heads
     own = {
         **dict.fromkeys("qkv", shape(width, heads, head)),
@@ -111,7 +113,11 @@ def gpt(depth: int, width: int, heads: int, length: int, vocab: int = 50304) -> 
         **{"up": shape(width, 4 * width), "down": shape(4 * width, width)},
     }
     ends = {"embed": shape(vocab, width), "head": shape(width, vocab), "g": shape(width)}
-    params = {**ends, "places": shape(length, width), "blocks": [own] * depth}
+    return {**ends, "places": shape(length, width), "blocks": [own] * depth}
+
+
+def gpt(depth: int, width: int, heads: int, length: int) -> mw.Program:
+    params = gpt_shapes(depth, width, heads, length)
     return mw.jax_program(next_token_loss, params, optax.adam(1e-4), name="gpt")
 
 
