@@ -158,7 +158,7 @@ JOBS = {
         "the same, blocks computed again", GPT2, ids(16, 1024), {"remat": "block"}, "", 50304
     ),
     "gpt2_accumulate": Job(
-        "64 rows in four micro-batches", GPT2, ids(64, 1024), {"accumulate": 4}, "", 50304
+        "a step of four such batches", GPT2, ids(16, 1024), {"accumulate": 4}, "", 50304
     ),
     "gpt2_large": Job(
         "GPT-2 774M, 8 x 1,024 tokens, blocks computed again",

@@ -147,6 +147,8 @@ if TYPE_CHECKING:
     from .step.remat import block_output as block_output
     from .step.summing import GradientSum as GradientSum
     from .targets.calibrate import calibrate as calibrate
+    from .targets.hardware import hardware_of as hardware_of
+    from .targets.hardware import load_hardware as load_hardware
 
 __version__ = "0.1.0"
 
@@ -174,6 +176,7 @@ _LAZY = {  # name -> the room that it lives in
     **dict.fromkeys(("dry_run", "dry_serve"), "frontends.dry_runs"),
     **dict.fromkeys(("Plan", "plan"), "frontends.plans"),
     "calibrate": "targets.calibrate",
+    **dict.fromkeys(("hardware_of", "load_hardware"), "targets.hardware"),
     "Measured": "planning.measurement",
     "ServingGoal": "planning.goals",
     "ServingReport": "planning.serving",

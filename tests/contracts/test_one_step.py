@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import oracle
@@ -98,3 +99,24 @@ def test_fit_traces_a_step_once(inputs: list[str | None] | None) -> None:
     x = np.zeros([16, 8, 8, 1], "float32")
     strategy.fit(model, x, x, batch_size=8, epochs=1, verbose=0)
     assert counting.calls == 1
+
+
+def test_on_one_device_nothing_that_is_assigned_compiles_a_step_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Keras takes an array on the only device as it is, and JAX tells such arrays apart."""
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 1}, devices=jax.devices()[:1]))
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2, name="output")])
+    model.compile("adam", "mse")
+    x, y = np.ones([12, 4], "float32"), np.zeros([12, 2], "float32")
+
+    def steps_compiled() -> int:
+        caplog.clear()
+        with jax.log_compiles():
+            strategy.fit(model, x, y, batch_size=4, verbose=0)
+        return sum("train_step" in message for message in caplog.messages)
+
+    assert steps_compiled() > 0
+    model.set_weights(model.get_weights())
+    model.optimizer.learning_rate.assign(0.5)
+    assert steps_compiled() == 0

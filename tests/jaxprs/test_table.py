@@ -44,6 +44,7 @@ WITHOUT_A_CASE = {
     "empty2",  # a number without dims, which only JAX' own rule for scans makes
     "pbroadcast",  # XLA has it for GPUs alone
 }
+OF_SOME_RELEASES = {"add_any", "log2", "one_minus_square"}  # the first up to JAX 0.10
 SPLIT, WHOLE = jax.P("i"), jax.P()
 BETWEEN_DEVICES = {  # inside of shard_map: how operands and results lie
     "psum": (WHOLE, WHOLE),
@@ -64,7 +65,7 @@ def test_every_primitive_of_jax_has_a_row_or_is_left_out_on_purpose() -> None:
 
 def test_every_row_has_a_case() -> None:
     met = {eqn.primitive.name for case in CASES.values() for eqn in equations(case.traced())}
-    assert set(TABLE) - met == WITHOUT_A_CASE
+    assert set(TABLE) - met - OF_SOME_RELEASES == WITHOUT_A_CASE
 
 
 def test_properties_name_what_the_table_has() -> None:

@@ -12,8 +12,9 @@ import pytest
 
 import meshwright as mw
 from meshwright.hlo.collectives import Collective
-from meshwright.hlo.costs import read_costs
+from meshwright.hlo.costs import Operation, read_costs
 from meshwright.hlo.links import AxisLink, collective_s, links_of
+from meshwright.hlo.schedule import Clock
 from meshwright.hlo.text import Array
 from meshwright.jaxprs.flops import least_flops, model_flops
 from meshwright.planning import Compiled, Target, compile_ahead, reading
@@ -309,11 +310,41 @@ def test_the_numbers_of_a_machine_follow_from_what_was_timed():
     assert math.isclose(result.memory_bandwidth_bytes_per_s, 8 * (2 << 20) / 0.25)
 
 
-def test_only_cpus_are_measured_and_not_for_ever():
-    with pytest.raises(mw.TargetError, match=r"only CPU targets .* hardware_of\('v5e:2x4'\)"):
-        calibrate("v5e:2x4")
+def test_of_accelerators_only_what_is_here_is_measured_and_not_for_ever():
+    with pytest.raises(mw.TargetError, match=r"JAX has \d+ x cpu.* mw\.hardware_of\('h100:1'\)"):
+        calibrate("h100:1")
     with pytest.raises(mw.CompileError, match=r"measuring cpu:2 took longer than 0\.01 s"):
         calibrate("cpu:2", timeout_s=0.01)
+
+
+def test_what_an_accelerator_does_counts_before_what_is_published_of_it():
+    seconds = {"instruction": 1e-6, "nothing": 1e-4, "product 1000000000": 1e-5}
+    result = hardware_from(Target.of("h100:1"), seconds)
+    published = hardware_of("h100")
+    assert result.memory_bytes == published.memory_bytes
+    assert result.links == published.links
+    assert result.peak_flops_per_s == published.peak_flops_per_s  # which MFU is a share of
+    assert result.source("memory_bytes") == published.source("memory_bytes")
+    assert result.source("rates") == "mw.calibrate('h100:1') on this machine"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "flops_per_s"),
+    [
+        ("float32", "", 1e9 / 9e-6),
+        ("bfloat16", "", 1e9 / 4e-6),
+        ("float32", "highest", 66.9e12),  # not what was measured
+        ("float16", "", 989.4e12),
+    ],
+)
+def test_products_take_as_long_as_those_of_their_type_that_were_measured(
+    dtype, precision, flops_per_s
+):
+    seconds = {"instruction": 1e-6, "product 1000000000": 1e-5}
+    seconds["product_bfloat16 1000000000"] = 5e-6
+    clock = Clock(hardware_from(Target.of("h100:1"), seconds), "cuda", [])
+    product = Operation("dot", "dot", "", flops=1e9, dtype=dtype, precision=precision)
+    assert clock.compute_s(product) == pytest.approx(1e9 / flops_per_s, rel=1e-3)
 
 
 # In words

@@ -49,6 +49,17 @@ def under_scope(eqn: Any, name: str) -> Any:
     return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
 
 
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are the same for every step, and how many it carries.
+
+    JAX 0.10 has two numbers for it; JAX 0.11.2 a tree of the operands in three parts.
+    """
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carried, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carried)
+
+
 def without_lines() -> contextlib.AbstractContextManager[Any]:
     """Lower without files and lines of the source, which would make equal programs differ.
 

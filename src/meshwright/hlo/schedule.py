@@ -41,8 +41,10 @@ class Clock:
         speed = self.peak(operation.dtype, operation.precision) if operation.flops else 1.0
         if speed is None:
             return None
-        if operation.dtype == "float32":
-            speed = self.hardware.rate(operation.kind, operation.flops) or speed
+        if operation.precision != "highest":  # the rates are those of the default
+            is_plain = operation.dtype == "float32"
+            kind = operation.kind if is_plain else f"{operation.kind}_{operation.dtype}"
+            speed = self.hardware.rate(kind, operation.flops) or speed
         transcendentals = operation.transcendentals
         return (
             operation.flops / speed

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .. import _compat
 from .link_rows import elementwise
 from .links import How, Place
 from .primitives import TABLE, inner_jaxprs, links_of, opened, shape_of
@@ -339,12 +340,11 @@ def _while(t: _Tracker, eqn: Any, ins: list[Dims]) -> tuple[dict[str, list[Scope
 
 
 def _scan(t: _Tracker, eqn: Any, ins: list[Dims]) -> tuple[dict[str, list[Scope]], list[Dims]]:
-    first = eqn.params["num_consts"]
-    last = first + eqn.params["num_carry"]
+    first, carried = _compat.scan_counts(eqn)
+    last = first + carried
     body = opened(eqn.params["jaxpr"])
     scope = t.visit(body, [*ins[:last], *(dims[1:] for dims in ins[last:])])
     results = _results(body, scope)
-    carried = last - first
     _tie_all(t, ins[first:last], results[:carried])
     steps: Dim = ins[last][0] if len(ins) > last else (Factor(eqn.params["length"]),)
     for dims in ins[last:]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .. import _compat
 from .links import How, Link, Place
 from .primitives import OUTSIDE, inner_jaxprs, links_of, opened, shape_of
 
@@ -171,11 +172,13 @@ class _Pair:
             _check_constants(a, b)
             _walk(opened(a), opened(b))
         if self.name == "scan":
-            for name in ("length", "reverse", "num_consts", "num_carry"):
+            for name in ("length", "reverse"):
                 same = self.small.params[name] == self.large.params[name]
                 self.need(same, f"depends on the number of rows by {name}")
-            carried = self.large.params["num_carry"]
-            over = self.dims[self.large.params["num_consts"] + carried :] + self.outs[carried:]
+            consts, carried = counts = _compat.scan_counts(self.large)
+            same = _compat.scan_counts(self.small) == counts
+            self.need(same, "depends on the number of rows by what it carries")
+            over = self.dims[consts + carried :] + self.outs[carried:]
             self.need(0 not in over, "over rows")
         if self.name == "cond":
             self.need(self.dims[0] is None, "by rows")

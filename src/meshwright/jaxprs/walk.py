@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from .. import _compat
 from .edits import jaxprs_inside
 from .factors import Dim
 from .flops import equation_flops, flops_between_groups
@@ -158,8 +159,8 @@ def _while(record: Record, eqn: Any, operands: list[Value], at: At) -> list[Valu
 
 def _scan(record: Record, eqn: Any, operands: list[Value], at: At) -> list[Value]:
     """Dims are joined through what is carried and through the arrays that are scanned."""
-    first, length = eqn.params["num_consts"], eqn.params["length"]
-    last = first + eqn.params["num_carry"]
+    (first, carried), length = _compat.scan_counts(eqn), eqn.params["length"]
+    last = first + carried
     body = opened(eqn.params["jaxpr"])
     path, inside = at.path, at.repeated(length)
     carry = _begun(record, eqn.invars[first:last], operands[first:last], path)

@@ -28,10 +28,13 @@ _NUMBERS = (
 _KEYS = (*_NUMBERS, "name", "peak_flops_per_s", "links", "rates", "sources")
 _LINK_NUMBERS = ("bytes_per_s", "latency_s")
 PATTERNS = ("ring", "switch", "shared")
-RATES = {  # kind of work -> its unit
+RATES = {  # kind of work, on float32 unless it says otherwise -> its unit
     "product": "FLOP",
+    "product_bfloat16": "FLOP",
     "convolution": "FLOP",
+    "convolution_bfloat16": "FLOP",
     "grouped_convolution": "FLOP",
+    "grouped_convolution_bfloat16": "FLOP",
     "arithmetic": "element",
     "transcendental": "element",
     "memory": "byte",
@@ -157,7 +160,7 @@ def hardware_of(target: Target | str) -> Hardware:
     hint = f" The nearest are {', '.join(near)}." if near else ""
     raise TargetError(
         f"unknown chip {name!r}.{hint} Known are {', '.join(published)}; others come "
-        "from a file of yours with load_hardware(path)."
+        "from a file of yours with mw.load_hardware(path)."
     )
 
 

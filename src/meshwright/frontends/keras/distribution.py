@@ -109,7 +109,7 @@ class LaidOut(_Distribution):
         for variable, placed in everywhere:
             settle(variable)
             value, sharding = _compat.raw_value(variable), placed.unpadded.sharding
-            if not value.sharding.is_equivalent_to(sharding, value.ndim):
+            if not self._lies(variable, placed):
                 value = put(value, sharding)
             _compat.set_variable(variable, value, sharding)
 
@@ -210,7 +210,8 @@ class LaidOut(_Distribution):
         return list(zip(variables.all, placed, strict=True))
 
     def _lies(self, variable: Any, placed: Placed) -> bool:
-        """Whether a variable lies here as it is to be placed."""
+        """Whether a variable lies here as it is to be placed; one that merely lies on the only
+        device of the mesh does not, for a step would be compiled for it once more."""
         value = None if is_pending(variable) else _compat.raw_value(variable)
         if value is None or getattr(value.sharding, "mesh", None) != self.mesh.jax_mesh:
             return False

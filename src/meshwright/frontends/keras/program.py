@@ -98,7 +98,7 @@ def read_state(variables: KerasVariables) -> TrainState:
     memories: set[int] = set()
     values = TrainState(
         *(
-            {path: _unshared(_compat.raw_value(v), memories) for path, v in part.items()}
+            {path: _unshared(_laid_out(v), memories) for path, v in part.items()}
             for part in _parts(variables)
         )
     )
@@ -124,6 +124,15 @@ def take_state(variables: KerasVariables) -> TrainState:
 
 def _memory(array: Any) -> int:
     return array.addressable_data(0).unsafe_buffer_pointer()
+
+
+def _laid_out(variable: Any) -> Any:
+    """The array of a variable in its layout. Keras takes an array on the only device of a mesh as
+    it is, and a step would be compiled once more for what was assigned since the last one."""
+    value, layout = _compat.raw_value(variable), _compat.variable_layout(variable)
+    if isinstance(value.sharding, jax.sharding.SingleDeviceSharding) and layout is not None:
+        return jax.device_put(value, layout)
+    return value
 
 
 def _unshared(array: Any, memories: set[int]) -> Any:

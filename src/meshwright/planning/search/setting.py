@@ -92,7 +92,7 @@ def require_times(setting: Setting, target: Target, hardware: Hardware) -> None:
         measured = (
             f"hardware=mw.calibrate({str(target)!r})"
             if target.platform == "cpu"
-            else ("hardware=load_hardware(path), with a file of your own")
+            else ("hardware=mw.load_hardware(path), with a file of your own")
         )
         raise TargetError(
             f"no {', '.join(setting.missing)} in the hardware table of {hardware.name}: step times "

@@ -74,7 +74,7 @@ def export_step(
             f"local= does not support tables that travel by rows ({names}): a worker has only the "
             "rows of one batch. Use Tables(embeddings=None), or leave local= out."
         )
-    platforms = tuple(platforms or (jax.default_backend(),))
+    platforms = tuple(platforms or (jax_export.default_export_platform(),))
     exporter = _Exporter(program, functions, platforms, local, predicts, layout)
     if parts.tables:
         exporter.check_tables(first)
