@@ -15,7 +15,8 @@ import numpy as np
 
 from ..errors import ArrayError, MeshwrightError
 from ..launch.addresses import to_bind
-from ..launch.cluster import Cluster, cluster_of
+from ..launch.cluster import Cluster, DescribedCluster, cluster_of
+from ..step.platform import export_platform
 from .coordinator.dispatcher import Dispatcher, DispatcherSettings
 from .coordinator.guardian import Guardian
 from .coordinator.links import LocalLinks, SocketLinks
@@ -279,10 +280,18 @@ class ParameterServer(KerasTraining):
         """Workers that the cluster is described with; more may join."""
         return 1 if self.cluster.spec is None else self.cluster.spec.num_tasks("worker")
 
-    @property
+    @functools.cached_property
     def worker_platforms(self) -> tuple[str, ...] | None:
-        """JAX's platforms of the workers, where they need not be that of this process."""
-        return None if self.cluster.worker_devices is None else ("cpu",)
+        """JAX's platforms of the workers, where they need not be that of this process.
+
+        Workers that others started may have GPUs where the chief has none, so one is asked.
+        """
+        if self.cluster.worker_devices is not None:
+            return ("cpu",)
+        if not isinstance(self.cluster, DescribedCluster):
+            return None
+        coordinator = self._coordinator()
+        return (coordinator.fetch(coordinator.schedule(export_platform)),)
 
     def connect(self, role: str) -> Servers:
         """New channels to all servers, for one thread."""

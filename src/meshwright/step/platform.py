@@ -35,3 +35,15 @@ def traced_for_gpu() -> bool:
 def tracing_for(platform: str) -> contextlib.AbstractContextManager[None]:
     """Trace as for devices of this kind, whatever the present ones are."""
     return scoped(_platform, platform)
+
+
+def export_platform() -> str:
+    """The platform that a step is exported for to run in this process: ``"cuda"`` for what JAX
+    calls ``"gpu"`` elsewhere.
+
+    >>> export_platform()
+    'cpu'
+    """
+    import jax.export
+
+    return jax.export.default_export_platform()

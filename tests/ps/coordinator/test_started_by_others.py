@@ -9,6 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import jax.export
+import keras
+import numpy as np
 import pytest
 from clusters import HEARTBEAT_S, WAIT_S, Relay, free_ports, task_process, wait_for_workers
 
@@ -169,3 +173,18 @@ def test_the_next_coordinator_takes_over_the_tasks_and_old_steps_change_nothing(
             time.sleep(0.5)  # for anything late of the first one
             assert total.read() == 1050
             assert set(coordinator.stats()["workers"]) <= {"worker:0", "worker:1"}
+
+
+def test_steps_are_exported_for_the_devices_of_the_workers_and_not_of_the_chief(monkeypatch):
+    chief, server = free_ports(2)
+    spec = spec_of(chief, [server], 1)
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones([8, 4], "float32")
+    with (
+        task_process(spec, "ps:0"),
+        task_process(spec, "worker:0"),
+        coordinated(spec) as (strategy, _),
+    ):
+        monkeypatch.setattr(jax.export, "default_export_platform", lambda: "tpu")  # the chief's
+        assert len(strategy.fit(model, x, x[:, :1], batch_size=4, verbose=0).history["loss"]) == 1

@@ -16,7 +16,7 @@ from jax import export as jax_export
 
 from ...errors import ModelError
 from ...program import Batch, Program, shapes_of
-from ...step.platform import tracing_for
+from ...step.platform import export_platform, tracing_for
 from .exported import Code, Exported
 from .gradients import Clip, Parts, StepFunctions
 from .signature import Signature
@@ -74,7 +74,7 @@ def export_step(
             f"local= does not support tables that travel by rows ({names}): a worker has only the "
             "rows of one batch. Use Tables(embeddings=None), or leave local= out."
         )
-    platforms = tuple(platforms or (jax_export.default_export_platform(),))
+    platforms = tuple(platforms or (export_platform(),))
     exporter = _Exporter(program, functions, platforms, local, predicts, layout)
     if parts.tables:
         exporter.check_tables(first)
