@@ -15,7 +15,7 @@ from strategies import BATCH, QUICK, Row, rows
 import meshwright as mw
 from meshwright.frontends.keras.batches import abstract
 from meshwright.frontends.keras.compiled import functions_of
-from meshwright.frontends.keras.program import steps_of
+from meshwright.frontends.keras.program import read_state, steps_of
 
 OPTIONS = {"accumulate": 2, "remat": "block", "sums": "float32"}
 
@@ -120,3 +120,17 @@ def test_on_one_device_nothing_that_is_assigned_compiles_a_step_again(
     model.set_weights(model.get_weights())
     model.optimizer.learning_rate.assign(0.5)
     assert steps_compiled() == 0
+
+
+@pytest.mark.parametrize(("pixels", "at_once"), [(28, 4), (224, 1)])
+def test_short_steps_are_taken_together_unless_it_takes_long_to_stack_their_batches(
+    pixels: int, at_once: int
+) -> None:
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    image = keras.Input([pixels, pixels, 3])
+    model = keras.Sequential([image, keras.layers.GlobalMaxPooling2D(), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    rows = np.zeros([16, pixels, pixels, 3], "float32"), np.zeros([16, 2], "float32")
+    variables = strategy.prepare(model, lambda: rows)
+    functions = functions_of(strategy, model, variables)
+    assert functions.steps_at_once(read_state(variables), abstract(rows)) == at_once

@@ -19,6 +19,7 @@ AT_ONCE = 4  # eight gained little more and compiled twice as long
 
 _MOST_EQUATIONS = 1500  # above, compiling several takes longer than it saves
 _MOST_FLOPS = 1e9  # above, a step takes far longer than its dispatch
+_MOST_BYTES = 1 << 20  # of a batch; above, it takes longer to stack them than that saves
 
 
 class Together(NamedTuple):
@@ -68,6 +69,19 @@ def several(step: Step) -> Any:
         return state, logs
 
     return steps
+
+
+def is_small(batch: Batch) -> bool:
+    """Whether batches of these shapes are stacked in no time.
+
+    >>> import numpy as np
+    >>> is_small(np.zeros([128, 28, 28], "float32")), is_small(np.zeros([128, 224, 224, 3], "int8"))
+    (True, False)
+    """
+    import jax
+
+    leaves = jax.tree.leaves(batch)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) <= _MOST_BYTES
 
 
 def is_short(jaxpr: Any) -> bool:

@@ -11,7 +11,7 @@ from ... import _compat
 from ...program import TrainState
 from ...step.assemble import Assembly, measured
 from ...step.options import StepOptions
-from ...step.steps_per_execution import AT_ONCE, is_short
+from ...step.steps_per_execution import AT_ONCE, is_short, is_small
 from .program import KerasVariables, loss_metrics, steps_of
 from .rowwise import RowWise
 
@@ -57,7 +57,7 @@ class Functions:
 
     def steps_at_once(self, state: TrainState, batch: Any) -> int:
         """How many steps to take in one call when no callback looks between them."""
-        if self.is_eager:
+        if self.is_eager or not is_small(batch):
             return 1
         batch = self.steps.batch_layouts.abstract(batch)  # else the first step is traced anew
         (batch,) = self.how.for_steps([batch] * self.how.batches)
