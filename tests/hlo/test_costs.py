@@ -254,11 +254,14 @@ def test_of_what_is_cut_or_changed_in_place_only_that_part_counts():
         """  %p = f32[64,8]{1,0} parameter(0)
   %i.2 = s32[] parameter(1)
   %row = f32[1,8]{1,0} fusion(%p, %i.2), kind=kLoop, calls=%cut
-  ROOT %all = f32[64,8]{1,0} fusion(%p, %row, %i.2), kind=kLoop, calls=%put""",
+  %all = f32[64,8]{1,0} fusion(%p, %row, %i.2), kind=kLoop, calls=%put
+  %begun = ((f32[64,8]{1,0}, f32[1,8]{1,0}, s32[]), f32[64,8]{1,0}, u32[]) fusion-start(%all, %row, %i.2), kind=kLoop, calls=%put
+  ROOT %again = f32[64,8]{1,0} fusion-done(%begun)""",  # noqa: E501
         fused,
     )
     assert (result["row"].bytes_read, result["row"].bytes_written) == (32 + 4, 32)
     assert (result["all"].bytes_read, result["all"].bytes_written) == (32 + 4, 32)
+    assert (result["begun"].bytes_read, result["begun"].bytes_written) == (32 + 4, 32)
 
 
 def test_the_on_chip_memory_of_a_tpu_is_free():

@@ -206,7 +206,8 @@ def bytes_moved(instruction: Instruction, inside: Computation, module: Module) -
     if instruction.opcode == "copy-start":  # its results: the copy, the original, a signal
         copy, original = instruction.results[:2]
         return _in_main_memory(original), _in_main_memory(copy)
-    fused = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
+    is_fused = instruction.opcode in ("fusion", "fusion-start")
+    fused = module.computations[instruction.called[0]] if is_fused else None
     cuts = _parts_read(instruction) if fused is None else _parts_read_by(fused)
     read = 0
     for place, name in enumerate(instruction.operands):

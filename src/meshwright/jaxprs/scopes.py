@@ -8,7 +8,7 @@ PHASES = ("forward", "backward", "recompute", "other")
 
 _WRAPPED = re.compile(r"(?:jvp|transpose|vmap)\((.*)\)")
 _NO_SCOPE = re.compile(
-    r"jit\(.*\)|pjit|while|body|cond|branch_\d+_fun|closed_call|checkpoint|remat2?|shard_map|"
+    r"jit\(.*\)|pjit|while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|remat2?|shard_map|"
     r"rematted_computation|custom_[jv][vj]p_call|call_exported|mw_line_\d+_|.*->.*|"
 )
 
