@@ -205,3 +205,26 @@ def test_what_a_tpu_fetches_in_slices_is_followed_and_the_rest_has_its_nearest_l
     assert first.arguments == (0,)
     assert (second.arguments, second.op_names) == ((None,), ("jit(step)/add",))
     assert second.near == (None, "jit(step)/jvp(block_3)/dot_general")
+
+
+INCREASED = """HloModule jit_step, is_scheduled=true, num_partitions=2
+
+ENTRY %main (momentum: f32[4,8], weight: f32[8,8]) -> (f32[8,8], f32[8,8]) {
+  %momentum = f32[8,8]{1,0} parameter(0), sharding={replicated}
+  %weight = f32[8,8]{1,0} parameter(1), sharding={replicated}
+  %piece = f32[4,8]{1,0} slice(%weight), slice={[0:4], [0:8]}
+  %change = f32[4,8]{1,0} multiply(%piece, %piece), metadata={op_name="jit(step)/PLACE/mul"}
+  %whole = f32[8,8]{1,0} all-gather(%change), replica_groups={{0,1}}, dimensions={0}, \
+metadata={op_name="jit(step)/PLACE/mul"}
+  %new = f32[8,8]{1,0} add(%momentum, %whole), metadata={op_name="jit(step)/adam/add"}
+  ROOT %state = (f32[8,8]{1,0}, f32[8,8]{1,0}) tuple(%new, %weight)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "result"), [("adam", 0), ("transpose(jvp(dense))", None)], ids=["update", "gradient"]
+)
+def test_what_is_added_to_a_variable_after_the_gradient_makes_its_new_value(place, result):
+    (gather,) = read_collectives(INCREASED.replace("PLACE", place), (("batch", 2),))
+    assert gather.result == result

@@ -230,7 +230,7 @@ def test_remat_computes_blocks_again(params: Any) -> None:
     tokens = mn.named(TOKENS, "batch:8 length:8")
     choices = [False, True, "dots_saveable"]
     plainly, anew, partly = (
-        str(jax.make_jaxpr(jax.grad(model.loss))(params, tokens)).count("dot_general")
+        jax.jit(jax.grad(model.loss)).lower(params, tokens).as_text().count("dot_general")
         for model in (models.Transformer(SMALL, remat=choice) for choice in choices)
     )
     # Of six products in a block, the gradient needs the results of all but the last.

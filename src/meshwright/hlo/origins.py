@@ -146,17 +146,38 @@ class Sources:
         return (argument, name) if name else self.of(inside, instruction.name)
 
     def result(self, inside: Computation, instruction: Instruction) -> int | None:
-        """Which result of the program a value becomes as it is, if any."""
+        """Which result of the program a value becomes, if any: as it is or, outside of the model's
+        own work, as what is added to the argument of the same number."""
         if inside.name != self._module.entry:
             return None
+        ways, place = self._handed_on(inside, instruction)
+        if place is not None or phase_of(op_name_of(instruction)) != "other":
+            return place
+        changed = [
+            (user, name)
+            for name in ways
+            for user in inside.users_of(name)
+            if user.results and user.results[0].dims == inside.by_name[name].results[0].dims
+        ]
+        for user, name in changed:
+            _, place = self._handed_on(inside, user)
+            others = [self.of(inside, one)[0] for one in user.operands if one != name]
+            if place is not None and place in others:
+                return place
+        return None
+
+    def _handed_on(
+        self, inside: Computation, instruction: Instruction
+    ) -> tuple[list[str], int | None]:
+        """The names under which a value is handed on as it is, and the result that it becomes."""
         ways = [instruction.name]
         for name in ways:
             for user in inside.users_of(name):
                 if user is inside.root and user.opcode == "tuple":
-                    return user.operands.index(name)
+                    return ways, user.operands.index(name)
                 if user.opcode in _MOVES or user.opcode.endswith("-done"):
                     ways.append(user.name)
-        return None
+        return ways, None
 
     def near(self, inside: Computation, instruction: Instruction) -> tuple[int | None, str]:
         """For what has no layer of its own: an argument of the program, or the ``op_name`` of an

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,12 +28,19 @@ class Event(NamedTuple):
     duration_s: float
 
 
-def events_in(folder: Path) -> Iterator[Event]:
+def events_in(folder: Path) -> list[Event]:
     """The instructions that the trace in a folder holds.
 
     For CPUs all devices are in one plane and each event names its own; an accelerator has a plane
     for itself, of which the line of instructions (not those of steps and of whole programs) counts.
     """
+    with warnings.catch_warnings():
+        # From Python 3.12 on, jaxlib's reader warns of its own types; as an error that ends Python.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return list(_events(folder))
+
+
+def _events(folder: Path) -> Iterator[Event]:
     from jax.profiler import ProfileData
 
     for path in sorted(folder.rglob("*.xplane.pb")):
