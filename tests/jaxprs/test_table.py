@@ -39,7 +39,9 @@ LEFT_OUT = """
     approx_top_k cholesky_update custom_lin custom_linear_solve hessenberg ormqr random_gamma
     select_and_scatter symmetric_product tridiagonal
 """  # between devices or with an effect; then what is rare
-WITH_JAXPRS = "call closed_call cond custom_jvp_call custom_vjp_call jit remat2 scan while"
+WITH_JAXPRS = (
+    "call closed_call cond custom_jvp_call custom_vjp_call eval_jaxpr jit remat2 scan while"
+)
 WITHOUT_A_CASE = {
     "empty2",  # a number without dims, which only JAX' own rule for scans makes
     "pbroadcast",  # XLA has it for GPUs alone
@@ -69,7 +71,7 @@ def test_every_row_has_a_case() -> None:
 
 
 def test_properties_name_what_the_table_has() -> None:
-    calls = {*WITH_JAXPRS.split(), "checkpoint", "core_call"}  # names of older releases
+    calls = {*WITH_JAXPRS.split(), "checkpoint", "core_call"}  # of some releases
     assert calls >= CALLS | CONTROL_FLOW
     of_rows = SUMS | MOVES | POOLING
     assert of_rows <= set(TABLE)

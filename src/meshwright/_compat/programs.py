@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import math
 import os
@@ -58,6 +59,53 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carried, _ = eqn.params["ft_in"].unpack()
     return len(consts), len(carried)
+
+
+def jit_inlined(function: Callable[..., Any], **options: Any) -> Any:
+    """``jax.jit`` of a function whose equations become those of the program that calls it.
+
+    ``inline=True`` does so up to JAX 0.10; in JAX 0.11 the call stays until the program is lowered.
+    """
+    import jax
+
+    inline = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+    return jax.jit(function, inline=inline, **options)
+
+
+def written_out(closed: Any) -> Any:
+    """A closed jaxpr with the equations of functions that are jitted with ``inline=True`` in place
+    of their calls, which JAX 0.11 keeps until the program is lowered."""
+    import jax
+
+    def is_inlined(eqn: Any) -> bool:
+        how = getattr(eqn.params.get("inline"), "value", None)
+        return eqn.primitive.name == "jit" and how == "jax_late"
+
+    def run(of: Any, *args: Any) -> list[Any]:
+        values = dict(
+            zip([*of.jaxpr.constvars, *of.jaxpr.invars], [*of.consts, *args], strict=True)
+        )
+        for eqn in of.jaxpr.eqns:
+            read = [atom.val if hasattr(atom, "val") else values[atom] for atom in eqn.invars]
+            inlined = is_inlined(eqn)
+            results = run(eqn.params["jaxpr"], *read) if inlined else evaluate(eqn, read)
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [atom.val if hasattr(atom, "val") else values[atom] for atom in of.jaxpr.outvars]
+
+    if not any(map(is_inlined, closed.jaxpr.eqns)):
+        return closed
+    shapes = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals
+    ]
+    return jax.make_jaxpr(functools.partial(run, closed))(*shapes)
+
+
+def aborts_on_split_lookups() -> bool:
+    """Whether XLA ends the process for a gather of which operand and indices are split over two
+    axes, inside of a ``shard_map`` over a third one; seen with JAX 0.11.2, not with 0.10.2."""
+    import jax
+
+    return jax.__version_info__ >= (0, 11)
 
 
 def without_lines() -> contextlib.AbstractContextManager[Any]:
@@ -158,30 +206,46 @@ def _by_vjp_rules(eqn: Any, called: Callable[[Any, Any], list[Any]]) -> tuple[li
             jaxpr, consts = traced.call_wrapped(*are_nonzero[count:])
         return called(ClosedJaxpr(jaxpr, consts), values[count:])
 
-    def backward(*values: Any) -> list[Any]:
+    def backward(*values: Any) -> Any:
         import jax
 
         nothing = [Zero(aval.to_ct_aval()) for aval in avals[:count]]
         kinds = eqn.ctx.cur_abstract_mesh.axis_types
         if jax.sharding.AxisType.Manual in kinds:  # nothing is laid out there
-            return nothing + list(back.call_wrapped(*values))
+            gradients, logs = _apart(back.call_wrapped(*values))
+            return _together([*nothing, *gradients], logs)
         found: list[Any] = []
+        logs: Any = ()
 
         def run(*values: Any) -> list[Any]:
-            found[:] = back.call_wrapped(*values)
+            nonlocal logs
+            found[:], there = _apart(back.call_wrapped(*values))
+            logs = tuple(None for _ in there)  # traced values of another function otherwise
             return [value for value in found if type(value) is not Zero]
 
         shapes = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
         with eqn.ctx.manager:
             closed = jax.make_jaxpr(run)(*shapes)
         rest = iter(called(closed, values))
-        return nothing + [value if type(value) is Zero else next(rest) for value in found]
+        own = [value if type(value) is Zero else next(rest) for value in found]
+        return _together([*nothing, *own], logs)
 
     rules = [
         lu.wrap_init(forward, debug_info=traced.debug_info),
         lu.wrap_init(backward, debug_info=back.debug_info),
     ]
     return rules, {"out_trees": eqn.params["out_trees"], "symbolic_zeros": False}
+
+
+def _apart(result: Any) -> tuple[list[Any], Any]:
+    """The gradients of a backward rule, and what JAX 0.11 has beside them: its logs."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], list):
+        return result[0], result[1:]
+    return list(result), ()
+
+
+def _together(gradients: list[Any], logs: Any) -> Any:
+    return (gradients, *logs) if logs else gradients
 
 
 def devices_by_hand(shard_map: Any) -> int:

@@ -197,7 +197,8 @@ MOVES = frozenset(("reshape", "rev", "squeeze", "transpose"))
 # Windows that reduce by a function which is known.
 POOLING = frozenset(("reduce_window_max", "reduce_window_min", "reduce_window_sum"))
 CHECKPOINTS = frozenset(("checkpoint", "remat2"))  # JAX has had two names
-CALLS = CHECKPOINTS | {"jit", "closed_call", "core_call"}  # run one jaxpr once, as it is
+# These run one jaxpr once, as it is; JAX 0.11 calls it eval_jaxpr.
+CALLS = CHECKPOINTS | {"jit", "closed_call", "core_call", "eval_jaxpr"}
 CONTROL_FLOW = frozenset(("cond", "scan", "while"))
 # These call Python on the host.
 CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))

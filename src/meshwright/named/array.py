@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .. import _compat
 from ..errors import ArrayError, DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from .rules import BoundRules, bound, in_force, inside_operation, under
@@ -229,7 +230,7 @@ def _placed(array: Any, sharding: Any) -> Any:
 
 
 # JAX traces and differentiates it once for all arrays of the same kind, and writes it out.
-@functools.partial(jax.jit, static_argnums=1, inline=True)
+@functools.partial(_compat.jit_inlined, static_argnums=1)
 def _constrained(array: Any, sharding: Any) -> Any:
     return jax.lax.with_sharding_constraint(array, sharding)
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import _compat
 from ..errors import DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from .array import NamedArray, as_named, spread, union
@@ -139,7 +140,7 @@ def _places(x: NamedArray, dims: Sequence[Dim]) -> tuple[int, ...]:
 
 
 # JAX traces and differentiates it once for all products of the same kind, and writes it out.
-@functools.partial(jax.jit, static_argnums=(2, 3, 4), inline=True)
+@functools.partial(_compat.jit_inlined, static_argnums=(2, 3, 4))
 def _dot_general(x: Any, y: Any, places: Any, precision: Any, dtype: Any) -> Any:
     return jax.lax.dot_general(x, y, places, precision, preferred_element_type=dtype)
 

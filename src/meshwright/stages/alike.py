@@ -46,6 +46,7 @@ def alike(
     import jax
 
     closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    closed = _compat.written_out(closed)
     invars = jax.tree.unflatten(jax.tree.structure(tuple(shapes)), closed.jaxpr.invars)
     member = {
         entry: (row, place)

@@ -17,6 +17,7 @@ from .cuts import line_cuts, sizes_of, warn_of_loop
 from .deal import Deal
 from .faults import check_stages
 from .line import Line
+from .lookups import with_whole_indices
 from .notes import notes_of
 from .packing import Packing
 from .parts import Blocks, Traced
@@ -308,7 +309,8 @@ def traced_of(
     """The loss of a micro-batch; in the program's context unless that is entered already."""
 
     def trace() -> Traced:
-        return Traced.of(program, whole, micro, 1 / micro_batches)
+        traced = Traced.of(program, whole, micro, 1 / micro_batches)
+        return with_whole_indices(traced, program, placement)
 
     return trace() if in_context else program.under(placement, trace, whole=True)()
 

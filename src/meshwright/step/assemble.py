@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .. import _compat
 from ..jaxprs.branches import with_free_results
 from ..jaxprs.edits import edited
 from ..layouts.explain import Explanation
@@ -344,9 +345,7 @@ class Assembly:
     @functools.cached_property
     def _traced(self) -> Any:
         """The training step where it is a part of another function; JAX keeps its trace."""
-        import jax
-
-        return jax.jit(self.train_step, inline=True)
+        return _compat.jit_inlined(self.train_step)
 
     def _compiled(self, step: Callable[..., Any]) -> Any:
         import jax

@@ -103,7 +103,7 @@ def guard(function: Callable[..., Any], layouts: Layouts) -> Callable[..., Any]:
         closed = lines.noted(closed)
         edited = _Edit(mesh).closed(closed, _follow(closed, layouts, args, kwargs))
         # Inlined where it is traced; compiled as a whole, as a constraint must be, where it is not.
-        run = jax.jit(jaxpr_as_fun(edited), inline=True)
+        run = _compat.jit_inlined(jaxpr_as_fun(edited))
         return jax.tree.unflatten(tree, run(*jax.tree.leaves((args, kwargs))))
 
     return safe
