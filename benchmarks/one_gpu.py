@@ -4,6 +4,7 @@
     python benchmarks/one_gpu.py run              # where the GPU is; some minutes
     python benchmarks/one_gpu.py run --only resnet_50 gpt2 --out here.json
     python benchmarks/one_gpu.py keep here.json   # puts what ran beside what was predicted
+    python benchmarks/one_gpu.py table
 
 Each job runs in a process of its own, so that the peak that the device counts is its own. Batches
 are random: products of zeros take less power, and run faster. Peers are really run, in turn with
@@ -373,9 +374,33 @@ def keep(path: Path) -> None:
     _keep(rows)
 
 
+def table() -> str:
+    """What is kept, in Markdown; predictions as shares of what was measured."""
+    head = "| job | step, ms | published | measured rates | peak, GiB | predicted | peer |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for row in _kept().values():
+        measured = row["measured"]
+        published, calibrated = (
+            row["predicted"][name]["compiled"] for name in ("h100:1", "h100:1 measured")
+        )
+        step_s, peak = measured["step_time_s"], measured["peak_bytes"]
+        peer = measured.get("peer")
+        cells = [
+            row["what"],
+            f"{1e3 * step_s:.1f}" if step_s > 1e-3 else f"{1e3 * step_s:.2f}",
+            f"{published['step_time_s'] / step_s:.2f} x",
+            f"{calibrated['step_time_s'] / step_s:.2f} x",
+            f"{peak / 2**30:.2f}",
+            f"{calibrated['peak_bytes'] / peak:.2f} x",
+            f"{peer['time_ratio']:.2f} x {peer['name']}" if peer else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("do", choices=["predict", "run", "job", "keep"])
+    parser.add_argument("do", choices=["predict", "run", "job", "keep", "table"])
     parser.add_argument("what", nargs="?", help="the target, the job, or the file that is kept")
     parser.add_argument("--only", nargs="+", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--out", type=Path, default=Path("one_gpu.json"))
@@ -391,6 +416,8 @@ def main() -> None:
             run_job(asked.what)
         case "keep":
             keep(Path(asked.what))
+        case "table":
+            print(table())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from .commands.calibrate import calibrate
 from .commands.check import check
 from .commands.demo import demo
 from .commands.doctor import doctor
@@ -22,7 +23,7 @@ def main() -> None:
     """Meshwright: one model, any mesh."""
 
 
-for _command in (show, check, plan, dry_run, launch, serve, doctor, demo):
+for _command in (show, check, plan, dry_run, calibrate, launch, serve, doctor, demo):
     main.add_command(_command)
 
 if __name__ == "__main__":

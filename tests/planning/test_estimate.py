@@ -19,6 +19,7 @@ from meshwright.hlo.text import Array
 from meshwright.jaxprs.flops import least_flops, model_flops
 from meshwright.planning import Compiled, Target, compile_ahead, reading
 from meshwright.planning.estimate import estimate
+from meshwright.planning.search.setting import setting_of
 from meshwright.targets.calibrate import calibrate, hardware_from
 from meshwright.targets.hardware import Hardware, Link, hardware_of
 
@@ -315,6 +316,19 @@ def test_of_accelerators_only_what_is_here_is_measured_and_not_for_ever():
         calibrate("h100:1")
     with pytest.raises(mw.CompileError, match=r"measuring cpu:2 took longer than 0\.01 s"):
         calibrate("cpu:2", timeout_s=0.01)
+
+
+def test_the_planner_counts_large_products_and_arrays_as_they_were_measured():
+    seconds = {
+        "instruction": 1e-6,
+        **{"product_bfloat16 1000": 2e-6, "product_bfloat16 1000000": 2e-6},
+        **{"memory 1000": 2e-6, "memory 1000000": 5e-6},
+    }
+    hardware = hardware_from(Target.of("h100:8"), seconds)
+    setting = setting_of((("batch", 8),), Target.of("h100:8"), hardware)
+    assert setting.seconds_per_flop["bfloat16"] == pytest.approx(1e-12)  # without its beginning
+    assert setting.seconds_per_byte == pytest.approx(4e-12)
+    assert setting.seconds_per_flop["float32"] == 1 / 494.7e12  # published
 
 
 def test_what_an_accelerator_does_counts_before_what_is_published_of_it():

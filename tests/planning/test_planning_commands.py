@@ -76,17 +76,22 @@ def job(user_module):
     return user_module("planned_job", JOB)
 
 
+dry_run_hardware = []  # of each dry run that was asked for
+
+
 @pytest.fixture
 def requests(monkeypatch):
     """What dry runs were asked for; none is made."""
     calls = []
 
-    def dry_run(model, batch, *, strategy, target, timeout_s, compile):
+    def dry_run(model, batch, *, strategy, target, timeout_s, compile, hardware):
         assert compile
+        dry_run_hardware.append(hardware)
         calls.append((model, batch, strategy, target, timeout_s))
         memory = dry_runs.Memory(6, 12, 1, 1, 6, peak_bytes=2048, available_bytes=available[0])
         return dry_runs.DryRun("net", target, strategy.mesh.axes, memory)
 
+    dry_run_hardware.clear()
     available = [1024]
     calls_and_memory = calls, available
     monkeypatch.setattr(planning_commands, "dry_run", dry_run)
@@ -142,6 +147,15 @@ def test_options_reach_the_strategy(job, requests):
     assert (str(target), timeout_s) == ("v5e:2x4", 5.0)
 
 
+def test_a_step_is_costed_by_measured_rates_or_by_a_file(job, requests, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(mw.hardware_of("v5e").to_toml())
+    for options in ([], ["--hardware", "measured"], ["--hardware", path]):
+        assert run("planned_job:build", "--target", "h100:8", *MESH, *options).exit_code == 1
+    measured = mw.hardware_of("h100", measured=True)
+    assert dry_run_hardware == [None, measured, mw.hardware_of("v5e")]
+
+
 def test_without_a_mesh_all_devices_share_the_batch(job, requests):
     calls, _ = requests
     run("planned_job:program", "--target", "v4:2x2x1")
@@ -183,6 +197,15 @@ def test_without_a_mesh_all_devices_share_the_batch(job, requests):
         (["build", "--target", "cpu:8", *MESH, "--option", "zeroo=1"], "argument 'zeroo'"),
         (["build", "--target", "cpu:8", *MESH, "--option", "layouts=1"], "--layout"),
         (["build", "--target", "cpu:8", "--layout", "hidde:batch"], "'model'"),
+        (["build", "--target", "v5e:2x4", *MESH, "--hardware", "measured"], "no rates of v5e were"),
+        (
+            ["build", "--target", "cpu:8", "--hardware", "no.toml"],
+            "Invalid value for '--hardware': no hardware can be read from 'no.toml'",
+        ),
+        (
+            ["build", "--target", "cpu:8", "--measure", "--hardware", "measured"],
+            "--hardware: not supported with --measure, which measures this machine.",
+        ),
         (["uncompiled", "--target", "cpu:8"], "is not compiled: call model.compile"),
         (
             ["nothing", "--target", "cpu:8"],
@@ -266,10 +289,10 @@ def test_a_report_of_what_does_not_fit_is_no_error(job, requests, monkeypatch):
 
 def test_the_planner_is_asked_and_its_plan_is_kept(job, tmp_path):
     path = tmp_path / "plan.json"
-    result = CliRunner().invoke(
-        main, ["plan", "planned_job:build", "--target", "h100:8", "--save", str(path)]
-    )
+    to = ["--target", "h100:8", "--hardware", "measured", "--save", str(path)]
+    result = CliRunner().invoke(main, ["plan", "planned_job:build", *to])
     assert result.exit_code == 0, result.output
+    assert "by the constants of h100, measured" in " ".join(result.output.split())
     loaded = mw.Plan.load(path)
     assert str(loaded) in result.output
     assert loaded.num_inputs == 1
@@ -323,3 +346,23 @@ def test_it_says_that_it_compiles_once_module_and_mesh_are_right(job):
     right = run("planned_job:build", "--target", "cpu:8", *MESH, "--no-cache")
     assert right.exit_code == 0
     assert right.stderr.count("compiling for cpu:8 ...") == 1
+
+
+# Measuring a machine
+
+
+def test_what_calibrate_writes_is_hardware_of_this_machine(tmp_path):
+    path = tmp_path / "here.toml"
+    result = CliRunner().invoke(main, ["calibrate", "--target", "cpu:1", "--save", str(path)])
+    assert result.exit_code == 0, result.output
+    hardware = mw.load_hardware(path)
+    assert hardware.name == "cpu:1"
+    assert hardware.rate("product", 1e6)
+
+
+def test_a_machine_that_is_elsewhere_is_not_measured(tmp_path):
+    path = tmp_path / "here.toml"
+    result = CliRunner().invoke(main, ["calibrate", "--target", "h100:1", "--save", str(path)])
+    assert result.exit_code == 2
+    assert "h100:1 cannot be measured here: JAX has" in result.stderr
+    assert not path.exists()

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 import meshwright as mw
-from meshwright.targets.hardware import Hardware, Link, hardware_of, load_hardware
+from meshwright.targets.hardware import RATES, Hardware, Link, hardware_of, load_hardware
 from meshwright.targets.target import Target
 
 CHIPS = ["v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x", "a100", "h100", "h200", "b200", "cpu"]
@@ -64,6 +64,24 @@ def test_an_unknown_chip_is_told_its_neighbours(name, near):
 def test_a_name_like_no_other_is_told_all():
     with pytest.raises(mw.TargetError, match=r"'quantum'\. Known are v2, .*cpu"):
         hardware_of("quantum:8")
+
+
+def test_measured_rates_stand_beside_what_is_published():
+    published, measured = hardware_of("h100:8"), hardware_of("h100:8", measured=True)
+    assert (published.rates, published.call_s) == ((), None)
+    assert {kind for kind, _ in measured.rates} < set(RATES)
+    assert "one H100" in measured.source("rates")
+    for same in ("links", "memory_bytes", "peak_flops_per_s"):
+        assert getattr(measured, same) == getattr(published, same)
+    assert measured.source("memory_bytes") == published.source("memory_bytes")
+    for _, points in measured.rates:  # larger work is faster, and no product exceeds its peak
+        assert points[0][1] < points[-1][1]
+    assert measured.rate("product_bfloat16", 1e15) < measured.peak("bfloat16")
+    assert measured.rate("memory", 1e12) < measured.memory_bandwidth_bytes_per_s
+    with pytest.raises(
+        mw.TargetError, match=r"no rates of v5e .* only of h100.*mw\.calibrate\('v5e:4x4'"
+    ):
+        hardware_of("v5e:4x4", measured=True)
 
 
 @pytest.mark.parametrize("name", CHIPS)

@@ -15,6 +15,7 @@ from .group import Command, option, traceback_option
 from .options import (
     batch_size_option,
     build_argument,
+    hardware_option,
     layout_option,
     mesh_option,
     strategy_option,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ..layouts.mesh import Mesh
     from ..planning.lock import Lock
     from ..serving.options import Precision
+    from ..targets.hardware import Hardware
     from ..targets.target import Target
 
 
@@ -43,6 +45,7 @@ _OF_STEPS = ("html", "trace", "measure", "save", "before", "tolerance")
 @layout_option
 @option("--zero", type=click.IntRange(0, 3), help="ZeRO level.")
 @batch_size_option
+@hardware_option
 @strategy_option(layouts="--layout")
 @timeout_option
 @option("--no-cache", is_flag=True, help="Compile again, and do not keep the result.")
@@ -126,6 +129,7 @@ def dry_run(
     layouts: tuple[tuple[tuple[str, Layout], ...], ...],
     zero: int | None,
     batch_size: int | None,
+    hardware: Hardware | str | None,
     options: tuple[tuple[str, Any], ...],
     timeout: float,
     no_cache: bool,
@@ -173,6 +177,8 @@ def dry_run(
         refuse_with(ctx, _OF_STEPS, "--serve")
     else:
         refuse_without(ctx, _OF_SERVING, "--serve")
+    if measure:
+        refuse_with(ctx, ("hardware",), "--measure, which measures this machine")
     if qps is None:
         refuse_without(ctx, ("p99_ms",), "--qps")
     if before is None:
@@ -186,6 +192,7 @@ def dry_run(
         batch_size,
         dict(options),
         compile=not no_compile,
+        hardware=hardware,
     )
     if serve:
         serving = run_serving(request, rows or (1, 8, 32), timeout, precision)

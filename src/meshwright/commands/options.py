@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from .group import argument, option
-from .texts import BuildText, LayoutsText, MeshText, OptionText, TargetText
+from .texts import BuildText, HardwareText, LayoutsText, MeshText, OptionText, TargetText
 
 build_argument = argument("build", type=BuildText(), metavar="MODULE:BUILD")
 target_option = option(
@@ -16,6 +16,13 @@ target_option = option(
     required=True,
     metavar="TARGET",
     help="The machine: v5p:2x2x2, h100:2x8, cpu:8.",
+)
+hardware_option = option(
+    "--hardware",
+    type=HardwareText(),
+    metavar="measured|FILE",
+    help="Estimate by rates that were measured on such a chip (of a CPU, on this one), or by a "
+    "TOML file of `meshwright calibrate`.  [default: published numbers]",
 )
 layout_option = option(
     "--layout",

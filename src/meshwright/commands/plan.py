@@ -12,6 +12,7 @@ from .group import Command, option, traceback_option
 from .options import (
     batch_size_option,
     build_argument,
+    hardware_option,
     mesh_option,
     seconds_option,
     target_option,
@@ -21,6 +22,7 @@ from .texts import BytesText, NewFile, SizesText
 
 if TYPE_CHECKING:
     from ..layouts.mesh import Mesh
+    from ..targets.hardware import Hardware
     from ..targets.target import Target
 
 
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     help="Memory limit of a device: 14GiB.  [default: all of its memory]",
 )
 @batch_size_option
+@hardware_option
 @option(
     "--verify",
     type=click.IntRange(0),
@@ -83,6 +86,7 @@ def plan(
     precisions: tuple[str, ...],
     memory_limit: int | None,
     batch_size: int | None,
+    hardware: Hardware | str | None,
     verify: int,
     seconds: float,
     timeout: float,
@@ -112,6 +116,7 @@ def plan(
         mesh,
         batch_size,
         objective_of(objective, rows, precisions, batch_size),
+        hardware,
         memory_limit=memory_limit,
         verify=verify,
         limit_s=seconds,

@@ -24,6 +24,7 @@ from ..planning.compiler_process import watching
 from ..planning.goals import AIMS, Aim, ServingGoal
 from ..planning.lock import Lock, lock_of
 from ..program import Program
+from ..targets.hardware import hardware_of
 from ..targets.target import check_size
 from ..topology import virtual_devices
 from ..units import clock_text
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ..planning.dry_run import DryRun
     from ..planning.serving import ServingReport
     from ..serving.options import Precision
+    from ..targets.hardware import Hardware
 
 
 class DryRunOptions(NamedTuple):
@@ -47,6 +49,7 @@ class DryRunOptions(NamedTuple):
     batch_size: int | None
     options: Mapping[str, Any]
     compile: bool = True
+    hardware: Hardware | str | None = None
 
 
 def run(request: DryRunOptions, timeout_s: float, html_path: Path | None = None) -> DryRun:
@@ -54,7 +57,7 @@ def run(request: DryRunOptions, timeout_s: float, html_path: Path | None = None)
 
     The report is written to ``html_path``, too, as a page for a browser.
     """
-    return _saved(_case(request).dry_run(timeout_s), html_path)
+    return _saved(_case(request).dry_run(timeout_s, hardware=_hardware(request)), html_path)
 
 
 def run_here(
@@ -99,6 +102,7 @@ def run_serving(
     else:
         strategy = strategy.serving(case.mesh.abstract())
     how: dict[str, Any] = {"strategy": strategy, "target": request.target, "rows": rows}
+    how["hardware"] = _hardware(request)
     how |= {"precision": precision, "compile": request.compile, "timeout_s": timeout_s}
     progress = _Progress(request.target)
     try:
@@ -106,6 +110,19 @@ def run_serving(
             return dry_serve(case.model, inputs, **how)
     finally:
         progress.end()
+
+
+def _hardware(request: DryRunOptions) -> Hardware | None:
+    """The numbers to estimate by; ``None`` for the published ones."""
+    if request.hardware == "measured":
+        return _measured(request.target)
+    return cast("Hardware | None", request.hardware)
+
+
+def _measured(target: Target) -> Hardware:
+    from ..targets.calibrate import calibrate
+
+    return calibrate(target) if target.platform == "cpu" else hardware_of(target, measured=True)
 
 
 def _saved(report: DryRun, html_path: Path | None) -> DryRun:
@@ -144,7 +161,7 @@ class _Case(NamedTuple):
 
 def _case(request: DryRunOptions, here: bool = False) -> _Case:
     """What the options of the command mean; with ``here`` the devices are made, too."""
-    build, target, mesh, layouts, zero, batch_size, options, compile = request
+    build, target, mesh, layouts, zero, batch_size, options, compile, _ = request
     mesh = mesh or Mesh({"batch": target.num_devices})
     check_size(mesh, target)
     options = dict(options) if zero is None else {**options, "zero": zero}
@@ -203,6 +220,7 @@ def choose(
     mesh: Mesh | None,
     batch_size: int | None,
     objective: Any,
+    hardware: Hardware | str | None = None,
     **how: Any,
 ) -> Plan:
     """The planner's layout of the model that ``build`` makes; layouts of its own are ignored.
@@ -210,13 +228,14 @@ def choose(
     ``how`` is what else :func:`meshwright.plan` takes.
     """
     from ..frontends.plans import plan
-    from ..targets.calibrate import calibrate
 
     if not _compat.jax_is_running():
         virtual_devices(1)
     case = built_case(build, {}, {})
     # What a CPU can do is not published, and without that no layout is faster than another.
     needs_times = target.platform == "cpu" and objective != "memory"
+    if hardware == "measured" or (needs_times and hardware is None):
+        hardware = _measured(target)
     batch = _micro_batch(case.batches[0], batch_size, 1)
     if isinstance(objective, ServingGoal):
         takes_inputs = not isinstance(case.model, Program) and isinstance(batch, tuple)
@@ -225,7 +244,7 @@ def choose(
         case.model,
         batch,
         target=target,
-        hardware=calibrate(target) if needs_times else None,
+        hardware=cast("Hardware | None", hardware),
         objective=objective,
         axes=mesh,
         **how,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..layouts.layout import Layout
     from ..layouts.mesh import Mesh
     from ..planning.lock import Lock
+    from ..targets.hardware import Hardware
     from ..targets.target import Target
 
 _SIZES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -171,6 +172,17 @@ class NewFile(_Read):
 
         check_writable(text, self._what)
         return Path(text)
+
+
+class HardwareText(_Read):
+    """``measured``, or a file of hardware."""
+
+    name = "hardware"
+
+    def read(self, text: str) -> Hardware | str:
+        from ..targets.hardware import load_hardware
+
+        return text if text == "measured" else load_hardware(text)
 
 
 class LockFile(_Read):

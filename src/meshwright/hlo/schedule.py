@@ -7,6 +7,7 @@ start and a done runs beside what lies between them; every other one is waited f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -37,13 +38,22 @@ class Clock:
             return peaks("float8")
         return peaks(dtype) or (peaks("float32") if self.platform == "cpu" else None)
 
+    def flops_per_s(self, dtype: str) -> float | None:
+        """FLOP/s of large products: as measured, else the peak."""
+        return self.hardware.rate(_kind("product", dtype), math.inf) or self.peak(dtype, "")
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """What large arrays are read and written with: as measured, else as published."""
+        measured = self.hardware.rate("memory", math.inf)
+        return measured or self.hardware.memory_bandwidth_bytes_per_s
+
     def compute_s(self, operation: Operation) -> float | None:
         speed = self.peak(operation.dtype, operation.precision) if operation.flops else 1.0
         if speed is None:
             return None
         if operation.precision != "highest":  # the rates are those of the default
-            is_plain = operation.dtype == "float32"
-            kind = operation.kind if is_plain else f"{operation.kind}_{operation.dtype}"
+            kind = _kind(operation.kind, operation.dtype)
             speed = self.hardware.rate(kind, operation.flops) or speed
         transcendentals = operation.transcendentals
         return (
@@ -65,6 +75,11 @@ class Clock:
 
     def talk_s(self, collective: Collective) -> float | None:
         return collective_s(collective, self.links)
+
+
+def _kind(kind: str, dtype: str) -> str:
+    """The kind of rates that work on elements of a type has."""
+    return kind if dtype == "float32" else f"{kind}_{dtype}"
 
 
 @dataclass

@@ -14,7 +14,7 @@ from ..equal_layers import short_list
 from ..hlo.costs import Costs, LayerCost, Loop, Operation, read_costs
 from ..hlo.links import links_of
 from ..hlo.schedule import Clock, Times, run
-from ..targets.hardware import Hardware
+from ..targets.hardware import Hardware, has_measured_rates
 from ..targets.target import Target
 from ..units import flops_text, seconds_text
 from ..views import Viewable
@@ -324,8 +324,13 @@ def _assumptions(costs: Costs, clock: Clock, target: Target) -> tuple[str, ...]:
         result.append("Dims of the torus are closed to rings, and used in both directions.")
     late = dict.fromkeys(link.kind for link in used if link.latency_s is None)
     result += [f"The latency of {kind} is unknown and counts as zero." for kind in late]
-    if clock.hardware.elements_per_s is None:
+    if clock.hardware.elements_per_s is None and not clock.hardware.rates:
         result.append("Elementwise work counts by the bytes that it moves.")
+    if not clock.hardware.rates and has_measured_rates(target.kind):
+        result.append(
+            "Kernels run at published speeds, which real ones do not quite reach: "
+            f"hardware=mw.hardware_of({target.kind!r}, measured=True) has measured ones."
+        )
     if target.platform == "tpu" and any(
         operation.dtype == "float32" for operation in costs.operations
     ):

@@ -126,9 +126,8 @@ def calibrate(target: Target | str = "cpu:8", *, timeout_s: float = 300.0) -> Ha
     if "devices" in answer:
         raise TargetError(
             f"{target} cannot be measured here: JAX has {answer['devices']}. Its published "
-            f"numbers are mw.hardware_of({str(target)!r}); to have measured ones, run mw.calibrate "
-            "on such a machine, keep to_toml() of the result, and read it here with "
-            "mw.load_hardware."
+            f"numbers are mw.hardware_of({str(target)!r}); for measured ones run mw.calibrate on "
+            "such a machine, keep to_toml() of the result, and read it here with mw.load_hardware."
         )
     return hardware_from(target, answer)
 

@@ -141,27 +141,48 @@ class Hardware:
         return "\n\n".join(part for part in parts if part)
 
 
-def hardware_of(target: Target | str) -> Hardware:
+def hardware_of(target: Target | str, *, measured: bool = False) -> Hardware:
     """What is known of the chips of a target such as ``"h100:8"``, or of a chip by its name.
 
-    Raises :class:`~meshwright.TargetError`, with the nearest names, for a chip that is not known.
+    ``target`` is a target, its text, or the name of a chip such as ``"h200"``. The numbers are
+    published ones, so that chips can be compared. With ``measured=True`` the rates that
+    :func:`calibrate` took on a real chip count first, for times closer to those of a run.
+    Raises :class:`~meshwright.TargetError`, with the nearest names, for a chip that is not known,
+    and for one without measured rates.
 
     >>> hardware_of("h200").memory_bytes
     141000000000
     >>> hardware_of("cpu:8").memory_bandwidth_bytes_per_s is None  # calibrate("cpu:8") measures it
     True
+    >>> h100 = hardware_of("h100:8", measured=True)
+    >>> h100.peak("bfloat16"), h100.rate("product_bfloat16", 1e12)
+    (989400000000000.0, 801182915258252.4)
     """
     is_text = isinstance(target, str)
     name = target.partition(":")[0].strip().lower() if is_text else Target.of(target).kind
-    published = _published()
+    published, by_run = _published(), _measured()
     if name in published:
-        return published[name]
+        if measured and name not in by_run:
+            raise TargetError(
+                f"no rates of {name} were measured, only of {', '.join(by_run)}. On such a "
+                f"machine, mw.calibrate({str(target)!r}) measures them."
+            )
+        return by_run[name] if measured else published[name]
     near = difflib.get_close_matches(name, published, n=3, cutoff=0.5)
     hint = f" The nearest are {', '.join(near)}." if near else ""
     raise TargetError(
         f"unknown chip {name!r}.{hint} Known are {', '.join(published)}; others come "
         "from a file of yours with mw.load_hardware(path)."
     )
+
+
+def has_measured_rates(kind: str) -> bool:
+    """Whether :func:`hardware_of` knows rates of a chip that :func:`calibrate` took on one.
+
+    >>> has_measured_rates("h100"), has_measured_rates("v5e")
+    (True, False)
+    """
+    return kind in _measured()
 
 
 # How JAX names the devices of each chip.
@@ -192,8 +213,8 @@ def hardware_of_device(device_kind: str) -> Hardware | None:
 def load_hardware(path: str | Path) -> Hardware:
     """A chip of your own from a TOML file, as :meth:`Hardware.to_toml` writes it.
 
-    Raises :class:`~meshwright.TargetError` for a file that cannot be read, and lists every fault
-    of one that can.
+    ``path`` is that file. Raises :class:`~meshwright.TargetError` for a file that cannot be read,
+    and lists every fault of one that can.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -215,8 +236,21 @@ def load_hardware(path: str | Path) -> Hardware:
 
 @functools.cache
 def _published() -> Mapping[str, Hardware]:
-    text = Path(__file__).with_name("chips.toml").read_text()
-    return {name: _hardware({"name": name, **read}) for name, read in tomllib.loads(text).items()}
+    return {name: _hardware({"name": name, **read}) for name, read in _tables("chips").items()}
+
+
+@functools.cache
+def _measured() -> Mapping[str, Hardware]:
+    published, result = _tables("chips"), dict[str, Hardware]()
+    for name, read in _tables("measured").items():
+        below = published[name]
+        both = {**below, **read, "sources": {**below["sources"], **read["sources"]}}
+        result[name] = _hardware({"name": f"{name}, measured", **both})
+    return result
+
+
+def _tables(name: str) -> Mapping[str, Mapping[str, Any]]:
+    return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text())
 
 
 def _hardware(read: Mapping[str, Any]) -> Hardware:

@@ -51,10 +51,10 @@ def setting_of(axes: Axes, target: Target, hardware: Hardware) -> Setting:
     sets = range(2 ** len(axes))
     size_of = np.array([_size(axes, mask) for mask in sets], np.int64)
     probes = {kind: [_probe(kind, axes, mask, links) for mask in sets] for kind in _KINDS}
-    speeds = {name: clock.peak(name, "") for name in ("int8", "bfloat16", "float32", "float64")}
+    speeds = {name: clock.flops_per_s(name) for name in ("int8", "bfloat16", "float32", "float64")}
     fallback = speeds["float32"] or speeds["bfloat16"]
     missing = [] if fallback else ["peak_flops_per_s.float32"]
-    if hardware.memory_bandwidth_bytes_per_s is None:
+    if clock.bytes_per_s is None:
         missing.append("memory_bandwidth_bytes_per_s")
     missing += [
         f"links.{link.link.kind}.bytes_per_s" for link in links if link.link.bytes_per_s is None
@@ -67,7 +67,7 @@ def setting_of(axes: Axes, target: Target, hardware: Hardware) -> Setting:
         seconds_per_flop={
             dtype: 1.0 / (speed or fallback or float("inf")) for dtype, speed in speeds.items()
         },
-        seconds_per_byte=1.0 / (hardware.memory_bandwidth_bytes_per_s or float("inf")),
+        seconds_per_byte=1.0 / (clock.bytes_per_s or float("inf")),
         missing=tuple(dict.fromkeys(missing)),
     )
 
