@@ -68,7 +68,8 @@ def jit_inlined(function: Callable[..., Any], **options: Any) -> Any:
     """
     import jax
 
-    inline = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+    kinds: Any = getattr(jax, "Inline", None)
+    inline: Any = True if kinds is None else kinds.JAX_EARLY
     return jax.jit(function, inline=inline, **options)
 
 
