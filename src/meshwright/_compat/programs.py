@@ -101,9 +101,10 @@ def written_out(closed: Any) -> Any:
     return jax.make_jaxpr(functools.partial(run, closed))(*shapes)
 
 
-def aborts_on_split_lookups() -> bool:
-    """Whether XLA ends the process for a gather of which operand and indices are split over two
-    axes, inside of a ``shard_map`` over a third one; seen with JAX 0.11.2, not with 0.10.2."""
+def aborts_on_split_tables() -> bool:
+    """Whether XLA ends the process for a gather of rows of a table that are split over one axis, by
+    indices that are split over another, inside of a ``shard_map`` over a third one; seen with
+    JAX 0.11.2, not with 0.10.2."""
     import jax
 
     return jax.__version_info__ >= (0, 11)

@@ -17,7 +17,7 @@ from .cuts import line_cuts, sizes_of, warn_of_loop
 from .deal import Deal
 from .faults import check_stages
 from .line import Line
-from .lookups import with_whole_indices
+from .lookups import with_whole_lookups
 from .notes import notes_of
 from .packing import Packing
 from .parts import Blocks, Traced
@@ -310,7 +310,7 @@ def traced_of(
 
     def trace() -> Traced:
         traced = Traced.of(program, whole, micro, 1 / micro_batches)
-        return with_whole_indices(traced, program, placement)
+        return with_whole_lookups(traced, program, placement)
 
     return trace() if in_context else program.under(placement, trace, whole=True)()
 
