@@ -123,8 +123,11 @@ def test_an_abstract_model_compiles_to_the_step_of_the_real_one():
     there = compile_step(strategy, planned, (shapes(32, 24), shapes(32, 8)), "cpu:8")
     here = compile_step(strategy, real, batch, "cpu:8")
     assert figures(there) == figures(here)
-    actual = [(c.kind, c.axes, c.arrays, c.path) for c in there.collectives]
-    assert actual == [(c.kind, c.axes, c.arrays, c.path) for c in here.collectives]
+    actual, expected = (
+        [(c.kind, c.axes, c.arrays, re.sub(r"adam_\d+", "adam", c.path)) for c in step.collectives]
+        for step in (there, here)
+    )
+    assert actual == expected
     strategy.fit(real, *batch, batch_size=32, verbose=0)
     (functions,) = real._meshwright_functions.values()
     stats = functions.train.lower(strategy.state(real), strategy.put(batch)).compile()

@@ -404,9 +404,10 @@ def test_a_layout_that_is_gone_fails_and_its_return_passes(split):
         "worse   memory      parameters: 2 KiB -> 3 KiB (+50.0%)",
         "worse   layout      w/kernel: 1 KiB -> 2 KiB (+100.0%), "
         "[unsharded, model] -> [unsharded, unsharded]",
-        "worse   collective  all-gather over model for ",
     ):
         assert expected in words
+    # It depends on XLA's release what is gathered, and so whether it was to be expected.
+    assert re.search(r"worse   collective  (unexpected )?all-gather over model for ", words)
     changes, is_worse = planning_commands.checked(split, lock_of(split), None)
     assert (str(changes), is_worse) == ("nothing got worse (written for cpu:8, two)", False)
 

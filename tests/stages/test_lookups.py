@@ -44,20 +44,20 @@ def stepped(axes: dict[str, int], **how: Any) -> tuple[dict[str, Any], float]:
     return {path: np.asarray(value) for path, value in params.items()}, float(logs["loss"])
 
 
-@pytest.mark.parametrize("by_all", [True, False], ids=["all indices", "own indices"])
+@pytest.mark.parametrize("aborts", [True, False], ids=["whole table", "split table"])
 def test_look_ups_along_split_dims_are_those_of_one_device(
-    by_all: bool, monkeypatch: pytest.MonkeyPatch
+    aborts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not by_all and _compat.aborts_on_split_tables():
+    if not aborts and _compat.aborts_on_split_tables():
         pytest.skip("the XLA of this JAX ends the process")
-    monkeypatch.setattr(_compat, "aborts_on_split_tables", lambda: by_all)
+    monkeypatch.setattr(_compat, "aborts_on_split_tables", lambda: aborts)
     whole: list[Any] = []
     lay = lookups.constraint_on
     monkeypatch.setattr(lookups, "constraint_on", lambda *of: whole.append(of) or lay(*of))
     expected, loss = stepped({"data": 1})
     how = {"pipeline": mw.Pipeline("stage", 4), "layouts": LAYOUTS}
     result, same = stepped({"stage": 2, "data": 2, "model": 2}, **how)
-    assert {value.aval.ndim for value, *_ in whole} == ({2, 3} if by_all else {3})
+    assert {value.aval.ndim for value, *_ in whole} == ({2, 3} if aborts else {3})
     assert same == pytest.approx(loss, rel=1e-6)
     for path, value in expected.items():
         np.testing.assert_allclose(result[path], value, atol=1e-6, err_msg=path)

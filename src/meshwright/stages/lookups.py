@@ -2,8 +2,8 @@
 
 XLA ends the process where a program looks up along a dim that is split over one axis, by indices
 that are split over another one, while the axis of the stages is taken by hand: of values that are
-computed, as the scores of words, and from JAX 0.11 on of parameters too. So such values are whole
-along that dim, and every device looks up all rows of a parameter.
+computed, as the scores of words, and from JAX 0.11 on of parameters too. So they are whole along
+that dim.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _cut(axes: Sequence[str], placement: Placement) -> reach.Cut:
 
 
 class _Edit:
-    """Lays out what look-ups along split dims read, or read and make."""
+    """Lays out what look-ups along split dims read."""
 
     def __init__(self, placement: Placement, scope: reach.Scope, tables: set[Any]) -> None:
         self._mesh = placement.mesh.jax_mesh
@@ -64,54 +64,30 @@ class _Edit:
 
     def equations(self, jaxpr: Any) -> Iterator[Any]:
         for number, eqn in enumerate(jaxpr.eqns):
-            read = [not hasattr(atom, "val") and atom in self._tables for atom in eqn.invars]
-            is_table = any(read)
+            is_table = any(not hasattr(atom, "val") and atom in self._tables for atom in eqn.invars)
             if eqn.primitive.name in _SAME_ROWS and is_table:
                 self._tables.update(eqn.outvars)
             axes = _looked_along(eqn, self._scope, self._scope.inner.get(number)) - self._of_rows
             if not axes or (is_table and not _compat.aborts_on_split_tables()):
                 yield eqn
-            elif is_table:
-                yield from self._by_whole_indices(eqn, read)
             else:
                 yield from self._of_whole_dims(eqn, axes)
 
-    def _by_whole_indices(self, eqn: Any, read: Sequence[bool]) -> Iterator[Any]:
-        indices = [
-            atom
-            for atom, is_table in zip(eqn.invars, read, strict=True)
-            if not is_table and not hasattr(atom, "val") and atom.aval.ndim
-        ]
-        results = [self._laid(var, [None] * var.aval.ndim, eqn) for var in eqn.outvars]
-        made = eqn.replace(outvars=[one.outvars[0] for one in results])
-        yield from self._reading(made, {atom: [None] * atom.aval.ndim for atom in indices})
-        for one, var in zip(results, eqn.outvars, strict=True):
-            yield one.replace(invars=one.outvars, outvars=[var])
-
     def _of_whole_dims(self, eqn: Any, axes: frozenset[str]) -> Iterator[Any]:
+        """The equation, after what lays its operands out."""
         import jax
 
-        free, entries = jax.sharding.PartitionSpec.UNCONSTRAINED, dict[Any, list[Any]]()
+        free, laid = jax.sharding.PartitionSpec.UNCONSTRAINED, dict[Any, Any]()
         for atom in eqn.invars:
-            if not hasattr(atom, "val"):
-                along = [_axes_of(dim) & axes for dim in self._scope.of(atom)]
-                if any(along):
-                    entries[atom] = [None if some else free for some in along]
-        yield from self._reading(eqn, entries)
-
-    def _reading(self, eqn: Any, entries: dict[Any, list[Any]]) -> Iterator[Any]:
-        """The equation, after what lays its operands out."""
-        laid = {atom: self._laid(atom, lies, eqn) for atom, lies in entries.items()}
+            along = [_axes_of(dim) & axes for dim in self._scope.of(atom)]
+            if any(along):
+                entries = [None if some else free for some in along]
+                laid[atom] = constraint_on(atom, self._mesh, entries, eqn)
         yield from laid.values()
-        yield eqn.replace(
-            invars=[
-                laid[atom].outvars[0] if not hasattr(atom, "val") and atom in laid else atom
-                for atom in eqn.invars
-            ]
-        )
-
-    def _laid(self, value: Any, entries: Sequence[Any], like: Any) -> Any:
-        return constraint_on(value, self._mesh, entries, like)
+        invars = [
+            a if hasattr(a, "val") or a not in laid else laid[a].outvars[0] for a in eqn.invars
+        ]
+        yield eqn.replace(invars=invars)
 
 
 def _looked_along(

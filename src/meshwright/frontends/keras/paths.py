@@ -8,6 +8,7 @@ path, all relative to the model.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter
@@ -30,6 +31,8 @@ _KERAS_OWN = {
     "_layers",
     "_metrics",
     "_operations",
+    "_operations_by_depth",
+    "_nodes_by_depth",
     "_seed_generators",
     "_trainable_variables",
     "_non_trainable_variables",
@@ -280,19 +283,29 @@ def _named_children(layer: Any) -> Iterator[tuple[str, Any]]:
 
 def _attributes(layer: Any) -> Iterator[tuple[str, Any]]:
     for attribute, value in list(vars(layer).items()):
-        if attribute not in _KERAS_OWN:
+        if attribute not in _KERAS_OWN and _kind(value.__class__):
             yield from _members(attribute.lstrip("_"), value)
 
 
 def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, keras.Variable | keras.random.SeedGenerator | keras.Layer):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _members(f"{name}/{key}", item)
-    elif isinstance(value, list | tuple | set):
-        for index, item in enumerate(value):
-            yield from _members(f"{name}/{index}", item)
+    match _kind(value.__class__):
+        case "part":
+            yield name, value
+        case "mapping":
+            for key, item in value.items():
+                yield from _members(f"{name}/{key}", item)
+        case "sequence":
+            for index, item in enumerate(value):
+                yield from _members(f"{name}/{index}", item)
+
+
+@functools.lru_cache(maxsize=4096)  # a model has far more attributes than kinds of them
+def _kind(of: type) -> str:
+    if issubclass(of, keras.Variable | keras.random.SeedGenerator | keras.Layer):
+        return "part"
+    if issubclass(of, Mapping):
+        return "mapping"
+    return "sequence" if issubclass(of, list | tuple | set) else ""
 
 
 def _is_functional(layer: Any) -> bool:

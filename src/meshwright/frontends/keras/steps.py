@@ -6,6 +6,7 @@ the newest state.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,6 @@ class KerasSteps(Steps):
     is_saved: bool
 
     def __post_init__(self) -> None:
-        self._names = LastingNames.of(self.model, self.variables)
         self._begins = listen(self.callbacks, "on_train_batch_begin", "on_batch_begin")
         self._ends = listen(self.callbacks, "on_train_batch_end", "on_batch_end")
         # The guard looks at single batches again.
@@ -70,6 +70,10 @@ class KerasSteps(Steps):
         self._last_step: Any = None
         self._random: Any = None  # what the data of this epoch (or, else, of the run) began with
         self._epoch = -1
+
+    @functools.cached_property
+    def _names(self) -> LastingNames:
+        return LastingNames.of(self.model, self.variables)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.settle(ends=True)
