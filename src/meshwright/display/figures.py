@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 OF_THE_MODEL = (0.34, 0.91)
 # Times that were measured over those of dry runs, on calibrated CPUs: results/ranking.json.
 OF_DRY_RUNS = (0.74, 1.45)
+# The same by published speeds, on one H100: results/one_gpu.json.
+BY_PUBLISHED = (0.9, 1.8)
 SIGNS: dict[Verdict | None, tuple[str, str]] = {  # of a verdict: a sign, and its kind on a page
     "fits": ("✓", "good"),
     "may not fit": ("?", "maybe"),
@@ -55,15 +57,25 @@ def memory_figures(memory: Memory) -> list[Figure]:
     ]
 
 
-def range_text(time_s: float, is_dry_run: bool) -> str:
+def range_text(time_s: float, is_dry_run: bool, hardware: str, target: Target | str) -> str:
     """Where a step's time may lie, by how far such times were off in the benchmarks.
 
-    >>> range_text(0.1, is_dry_run=False)
+    ``hardware`` is the name of the numbers that count: those that are published of a chip are
+    called as the kind of target is.
+
+    >>> range_text(0.1, is_dry_run=False, hardware="h100", target="h100:8")
     'dry runs in the benchmarks: 34 ms to 91 ms'
+    >>> range_text(0.1, is_dry_run=True, hardware="h100", target="h100:8")
+    'measured on one H100, by published speeds: 90 ms to 180 ms'
     """
-    low, high = OF_DRY_RUNS if is_dry_run else OF_THE_MODEL
-    who = "measured" if is_dry_run else "dry runs"
-    return f"{who} in the benchmarks: {seconds_text(low * time_s)} to {seconds_text(high * time_s)}"
+    kind = str(target).partition(":")[0]
+    if not is_dry_run:
+        who, (low, high) = "dry runs in the benchmarks", OF_THE_MODEL
+    elif hardware == kind != "cpu":
+        who, (low, high) = "measured on one H100, by published speeds", BY_PUBLISHED
+    else:
+        who, (low, high) = "measured in the benchmarks", OF_DRY_RUNS
+    return f"{who}: {seconds_text(low * time_s)} to {seconds_text(high * time_s)}"
 
 
 def time_figures(estimate: Estimate, is_dry_run: bool = True) -> list[Figure]:
@@ -71,7 +83,8 @@ def time_figures(estimate: Estimate, is_dry_run: bool = True) -> list[Figure]:
     a compiled step was read, or the planner's model asked."""
     bound = f"bound by {estimate.bound_by}" if estimate.bound_by else ""
     if estimate.step_time_s:
-        near = range_text(estimate.step_time_s, is_dry_run)
+        time_s, hardware = estimate.step_time_s, estimate.hardware
+        near = range_text(time_s, is_dry_run, hardware, estimate.target)
         bound = f"{bound}; {near}" if bound else near
     flops = f"{flops_text(estimate.flops)} in one device"
     if estimate.recompute_flops:

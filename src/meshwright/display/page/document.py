@@ -160,7 +160,10 @@ def _run_head(run: DryRun) -> Markup:
 def _run_figures(run: DryRun) -> list[tuple[str, str, str]]:
     memory = run.memory
     of = "" if memory.available_bytes is None else f"of {bytes_text(memory.available_bytes)}"
-    near = range_text(run.step_time_s, not run.is_analytic) if run.step_time_s else ""
+    near, seconds = "", run.estimate
+    if seconds is not None and seconds.step_time_s:
+        how = not run.is_analytic, seconds.hardware, run.target
+        near = range_text(seconds.step_time_s, *how)
     figures = [
         ("peak of a device", bytes_text(memory.peak_bytes), of),
         ("time of a step", seconds_text(run.step_time_s), f"estimated; {near}" if near else ""),
