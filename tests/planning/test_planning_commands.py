@@ -200,7 +200,7 @@ def test_without_a_mesh_all_devices_share_the_batch(job, requests):
         (["build", "--target", "v5e:2x4", *MESH, "--hardware", "measured"], "no rates of v5e were"),
         (
             ["build", "--target", "cpu:8", "--hardware", "no.toml"],
-            "Invalid value for '--hardware': no hardware can be read from 'no.toml'",
+            "expected 'measured' or a file of meshwright calibrate; received 'no.toml'.",
         ),
         (
             ["build", "--target", "cpu:8", "--measure", "--hardware", "measured"],

@@ -182,7 +182,11 @@ class HardwareText(_Read):
     def read(self, text: str) -> Hardware | str:
         from ..targets.hardware import load_hardware
 
-        return text if text == "measured" else load_hardware(text)
+        if text == "measured":
+            return text
+        if not Path(text).is_file():
+            self.fail(f"expected 'measured' or a file of meshwright calibrate; received {text!r}.")
+        return load_hardware(text)
 
 
 class LockFile(_Read):

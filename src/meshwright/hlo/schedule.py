@@ -39,14 +39,15 @@ class Clock:
         return peaks(dtype) or (peaks("float32") if self.platform == "cpu" else None)
 
     def flops_per_s(self, dtype: str) -> float | None:
-        """FLOP/s of large products: as measured, else the peak."""
-        return self.hardware.rate(_kind("product", dtype), math.inf) or self.peak(dtype, "")
+        """FLOP/s of large products: as measured, and at most the peak."""
+        return _least(self.hardware.rate(_kind("product", dtype), math.inf), self.peak(dtype, ""))
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What large arrays are read and written with: as measured, else as published."""
-        measured = self.hardware.rate("memory", math.inf)
-        return measured or self.hardware.memory_bandwidth_bytes_per_s
+        """What large arrays are read and written with: as measured, and at most the bandwidth of
+        the memory, for what is measured in a cache is faster."""
+        rate = self.hardware.rate("memory", math.inf)
+        return _least(rate, self.hardware.memory_bandwidth_bytes_per_s)
 
     def compute_s(self, operation: Operation) -> float | None:
         speed = self.peak(operation.dtype, operation.precision) if operation.flops else 1.0
@@ -75,6 +76,11 @@ class Clock:
 
     def talk_s(self, collective: Collective) -> float | None:
         return collective_s(collective, self.links)
+
+
+def _least(*speeds: float | None) -> float | None:
+    """The lowest of those that are known."""
+    return min((speed for speed in speeds if speed is not None), default=None)
 
 
 def _kind(kind: str, dtype: str) -> str:

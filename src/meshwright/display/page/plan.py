@@ -51,14 +51,15 @@ def plan_figures(plan: Plan) -> list[tuple[str, str, str]]:
     """The figures that people ask for first: name, value, and more about it."""
     best = plan.chosen
     is_dry_run, time_s = best.dry_run_time_s is not None, _time(best)
-    sure = _how(is_dry_run)
+    sure = ""
     if time_s is not None:
-        sure += f"; {range_text(time_s, is_dry_run, plan.hardware, plan.target)}"
+        near = range_text(time_s, is_dry_run, plan.hardware, plan.target)
+        sure = f"{_how(is_dry_run)}; {near}"
     peak_how = _how(best.dry_run_peak_bytes is not None)
     if plan.serving is not None:
         return _serving_figures(plan, plan.serving, _how(is_dry_run), peak_how)
     return [
-        ("time of a step", seconds_text(time_s), "" if time_s is None else sure),
+        ("time of a step", seconds_text(time_s), sure),
         ("peak of a device", bytes_text(best.held_bytes), peak_how),
         ("devices", f"{best.num_devices:,}", f"mesh {axes_text(plan.axes, ' × ')}"),
         ("ZeRO", str(best.zero), ""),
