@@ -142,3 +142,17 @@ def test_rules_of_a_plan_are_rules():
         variable.info.path: variable.layout for variable in plan.placement().place(infos)
     }
     assert lies["up"] == layout
+
+
+def test_dims_that_no_variable_or_input_has_are_not_split():
+    """No layout says how they lie, so a device would compute all of them."""
+
+    def loss(params, batch):
+        modes = jnp.fft.rfft(batch["x"], axis=1)
+        whole = jnp.concatenate([modes[:, :8] * params["filter"], 0 * modes[:, 8:]], axis=1)
+        return jnp.mean((jnp.fft.irfft(whole, n=32, axis=1) - batch["x"]) ** 2)
+
+    program = mw.jax_program(loss, {"filter": jnp.ones([8])}, optax.sgd(0.1))
+    plan = mw.plan(program, {"x": np.ones([32, 32], "float32")}, target="v5e:4x4")
+    assert plan.rules == {}
+    assert plan.axes == (("batch", 1),)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.stages.plan import NOTHING, TickPlan
-from meshwright.stages.table import Work, table_of
+from meshwright.stages.table import TickTable, Work, table_of
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("circular", 2), ("circular", 3), ("zero_bubble", 1)]
 
@@ -119,6 +119,16 @@ def test_a_plan_gives_every_pass_what_was_put_there_for_it(table, keeps_results)
                     record.append((tick, stage, Work("weights", micro, repeat)))
         sent, returned = out, back
     assert record == list(table.works())
+
+
+def test_a_plan_walks_through_its_table_equally_often_for_any_number_of_stages(monkeypatch):
+    """A planner makes hundreds of plans of a thousand micro-batches in tens of stages."""
+    works, walks = TickTable.works, []
+    monkeypatch.setattr(TickTable, "works", lambda table: walks.append(table) or works(table))
+    for stages in (2, 4, 8):
+        TickPlan.of(replace(table_of("1f1b", stages, 16)), keeps_results=True)
+    few, some, many = (sum(t.stages == stages for t in walks) for stages in (2, 4, 8))
+    assert few == some == many
 
 
 # What a user writes

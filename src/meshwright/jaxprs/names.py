@@ -134,6 +134,8 @@ def families_of(sizes: Mapping[str, int], together: Iterable[Sequence[str]]) -> 
     {'block_0/ffn.out': 'block/ffn.out', 'block_1/ffn.out': 'block/ffn.out'}
     >>> families_of({"dense.out": 8, "dense_1.out": 8}, [("dense.out", "dense_1.out")])
     {'dense.out': 'dense.out', 'dense_1.out': 'dense_1.out'}
+    >>> families_of({"0.out": 8, "1.out": 8}, [])
+    {'0.out': '*.out', '1.out': '*.out'}
     """
     beside: dict[str, set[str]] = defaultdict(set)
     for names in together:
@@ -157,7 +159,8 @@ def families_of(sizes: Mapping[str, int], together: Iterable[Sequence[str]]) -> 
 
 def _without_numbers(name: str) -> str:
     path, dot, end = name.partition(".")
-    return "/".join(filter(None, map(_plain, path.split("/")))) + dot + end
+    plain = "/".join(filter(None, map(_plain, path.split("/"))))
+    return (plain or "*") + dot + end  # a path of numbers alone, as in a list of layers
 
 
 def _with_own_numbers(name: str) -> str:

@@ -149,13 +149,13 @@ class TickTable(Viewable):
 
     def lifetimes(self, stage: int) -> dict[Chunk, tuple[int, int]]:
         """The first and last tick at which a stage keeps the input of each chunk."""
-        last_use = self._last_uses()
-        return {c: (self._arrival(stage, c), last) for c, last in last_use[stage].items()}
+        uses = self._last_uses[stage]
+        return {chunk: (self._arrival(stage, chunk), last) for chunk, last in uses.items()}
 
     def kept_gradients(self, stage: int) -> dict[Chunk, tuple[int, int]]:
         """The same of the gradients that arrive, until they are sent on; none where one begins."""
         spans = {}
-        for chunk in self._last_uses()[stage]:
+        for chunk in self._last_uses[stage]:
             sender = self.after(stage, chunk)
             if sender is not None:
                 where, at = sender
@@ -167,7 +167,7 @@ class TickTable(Viewable):
         """The same of the model's results, until their gradients are taken."""
         return {
             chunk: (self.when[stage, Work("forward", *chunk)], self.when[stage, work])
-            for chunk in self._last_uses()[stage]
+            for chunk in self._last_uses[stage]
             if self.after(stage, chunk) is None
             for work in [Work("backward", *chunk)]
         }
@@ -176,8 +176,9 @@ class TickTable(Viewable):
         """The same of what gradients of weights wait for; none where they do not wait."""
         spans = {
             work.chunk: (self.when[stage, Work("backward", *work.chunk)], tick)
-            for tick, where, work in self.works()
-            if where == stage and work.kind == "weights"
+            for tick, row in enumerate(self.ticks)
+            for work in row[stage]
+            if work.kind == "weights"
         }
         return {chunk: (first, last) for chunk, (first, last) in spans.items() if first < last}
 
@@ -195,6 +196,7 @@ class TickTable(Viewable):
         """The first chunk of the group whose losses are computed together, one by each stage."""
         return chunk._replace(micro_batch=chunk.micro_batch // self.stages * self.stages)
 
+    @functools.cached_property
     def _last_uses(self) -> dict[int, dict[Chunk, int]]:
         uses: dict[int, dict[Chunk, int]] = defaultdict(dict)
         for tick, stage, work in self.works():

@@ -67,7 +67,7 @@ class KerasSteps(Steps):
         self._at_once: int | None = None
         self._backlog = Backlog()
         self._state: TrainState | None = None
-        self._last_step: Any = None
+        self._last: Any = None  # step, or the shapes of batches that were taken together
         self._random: Any = None  # what the data of this epoch (or, else, of the run) began with
         self._epoch = -1
 
@@ -184,12 +184,11 @@ class KerasSteps(Steps):
 
     def _call(self, state: TrainState, chunk: list[Any] | Together) -> tuple[TrainState, Logs]:
         functions = self.functions
-        if self._last_step is None:
+        if self._last is None:
             agree("first step", lambda: self._facts(state, chunk))
         if isinstance(chunk, Together):
             state, logs = functions.train_together(state, chunk)
-            one = self._one_of(chunk)
-            (self._last_step,) = functions.how.for_steps([one] * functions.how.batches)
+            self._last = Together(abstract(chunk.arrays))
             self._backlog.add(logs)
             return state, logs
         steps = list(functions.how.for_steps(chunk))
@@ -201,8 +200,15 @@ class KerasSteps(Steps):
                 state, logs = functions.train(state, step)
         self._backlog.add(logs)
         self.guard.took(steps, logs)
-        self._last_step = steps[-1]
+        self._last = steps[-1]
         return state, logs
+
+    def _last_step(self) -> Any:
+        """What the last step took, or arrays of its shapes without values."""
+        if not isinstance(self._last, Together):
+            return self._last
+        how, one = self.functions.how, self._one_of(self._last)
+        return next(iter(how.for_steps([one] * how.batches)))
 
     def _one_of(self, batches: Together) -> Any:
         layouts = self.functions.steps.batch_layouts
@@ -234,11 +240,12 @@ class KerasSteps(Steps):
     def work(self) -> StepWork:
         """What training on one batch takes, on all devices; FLOPs as the step is traced."""
         train, how = self.functions.train, self.functions.how
-        batch = self._last_step if how.batches == 1 else self._last_step[0]
+        step = self._last_step()
+        batch = step if how.batches == 1 else step[0]
         samples, tokens = samples_and_tokens(batch)
         flops = None
         if self._state is not None and hasattr(train, "trace"):
-            flops = model_flops(train.trace(self._state, self._last_step).jaxpr)
+            flops = model_flops(train.trace(self._state, step).jaxpr)
         return StepWork(
             samples,
             tokens,

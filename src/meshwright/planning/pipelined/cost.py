@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,10 +61,10 @@ class Staging:
         """What each stage does at each tick."""
         return self.pipeline.table(self.stages, self.shares_loss)
 
-    @functools.cached_property
-    def plan(self) -> TickPlan:
-        """The buffers of a step."""
-        return TickPlan.of(self.table, keeps_results=not self.pipeline.does_remat)
+    @property
+    def ticking(self) -> Ticking:
+        """The buffers and transfers of a step."""
+        return _ticking(self.pipeline, self.stages, self.shares_loss)
 
     @property
     def permutes(self) -> int:
@@ -72,9 +73,33 @@ class Staging:
         where results and their gradients go around to the stages that compute the loss."""
         if self.stages == 1:
             return 0
-        loops = self.plan.loops(self.skips)
-        ticks = sum((of.end - of.first) * (of.forward + of.backward) for of in loops)
-        return (1 + self.shares_loss) * ticks
+        return (1 + self.shares_loss) * self.ticking.transfers[self.skips]
+
+
+class Ticking(NamedTuple):
+    """What a tick plan says of a step: how many buffers it has, and in how many ticks neighbours
+    exchange something, counted in each direction, by whether stages skip what they have no work
+    for."""
+
+    slots: int
+    gradient_slots: int
+    cut_slots: int
+    loss_slots: int
+    transfers: Mapping[bool, int]
+
+
+@functools.lru_cache(maxsize=1024)
+def _ticking(pipeline: Pipeline, stages: int, shares_loss: bool) -> Ticking:
+    """Kept, because a search asks for the same few hundred with every layout, and a plan of a
+    thousand micro-batches in 64 stages takes a second."""
+    table = pipeline.table(stages, shares_loss)
+    plan = TickPlan.of(table, keeps_results=not pipeline.does_remat)
+    transfers = {
+        skips: sum((of.end - of.first) * (of.forward + of.backward) for of in plan.loops(skips))
+        for skips in (False, True)
+    }
+    counts = plan.slots, plan.gradient_slots, plan.cut_slots, plan.loss_slots
+    return Ticking(*counts, transfers)
 
 
 @dataclass
@@ -353,9 +378,9 @@ def _temporary(work: StageWork, staging: Staging, by_block: bool) -> int:
 def _buffers(staging: Staging) -> int:
     """Inputs in flight, gradients that arrived, and what is on its way; XLA has one room for a
     result that leaves and a gradient that does."""
-    plan = staging.plan
-    count = plan.slots + 1 + plan.gradient_slots + 1 + 1
-    count += staging.shares_loss * (plan.loss_slots + 2)
+    ticking = staging.ticking
+    count = ticking.slots + 1 + ticking.gradient_slots + 1 + 1
+    count += staging.shares_loss * (ticking.loss_slots + 2)
     return count * sum(staging.sent_bytes)
 
 
@@ -364,9 +389,9 @@ def _bytes_in_flight(staging: Staging, result_bytes: int, products: int) -> int:
     block, and gradients of the results of its products where those of weights wait."""
     if staging.pipeline.does_remat:
         return 0
-    plan = staging.plan
+    ticking = staging.ticking
     cuts = products if staging.table.splits_backward else 0
-    total = (plan.slots + (not staging.skips)) * result_bytes + plan.cut_slots * cuts
+    total = (ticking.slots + (not staging.skips)) * result_bytes + ticking.cut_slots * cuts
     return total // staging.pipeline.repeats
 
 

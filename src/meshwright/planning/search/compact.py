@@ -21,6 +21,7 @@ _RESTING = (
     "slot",
     "gathered",
 )  # whose pieces ZeRO may share out
+_LAID_OUT = ("parameter", "slot", "state", "input")  # what a placement has layouts for
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,13 @@ class Compact:
     work_of: tuple[int, ...]
     gathered: dict[int, int]
     halves: dict[int, int]
+
+    @functools.cached_property
+    def laid_out(self) -> frozenset[int]:
+        """The units that parameters, state or inputs have. No layout says how the others lie, which
+        activations alone have, so a plan cannot split them."""
+        scopes = (piece.scope for piece in self.pieces if piece.kind in _LAID_OUT)
+        return frozenset[int]().union(*scopes)
 
 
 @functools.lru_cache(maxsize=8)

@@ -168,8 +168,8 @@ def least_shared_s(problem: Compact, setting: Setting) -> float:
 def _options(problem: Compact, setting: Setting, accumulate: int) -> Options:
     """The sets of axes of each unit that can be split at all."""
     result = {}
-    for place, unit in enumerate(problem.units):
-        if (place, place) in problem.clashes or unit.size == 1:
+    for place in sorted(problem.laid_out):
+        if (place, place) in problem.clashes or problem.units[place].size == 1:
             continue
         masks = tuple(
             mask
