@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 import keras
 import numpy as np
+import optax
 import pytest
 import small_transformer
 from small_transformer import ROWS, TOKENS, batch_of, keras_model, program_of, tied_loss
@@ -16,6 +17,7 @@ from transfers import permutes
 import meshwright as mw
 from meshwright.equivalence.check import check
 from meshwright.stages import running
+from meshwright.step.assemble import assemble
 from meshwright.units import bytes_text
 
 TOLERANCE = 5e-6  # of the largest gradient
@@ -144,6 +146,27 @@ def test_tied_embeddings_get_the_gradients_of_both_ends():
         return stepped(program, mesh, how)
 
     assert_same(tied({"stage": 2, "data": 2}, piped()), tied({"data": 1}))
+
+
+def test_a_mask_that_each_block_makes_for_itself_is_one_for_all_of_them():
+    """NumPy makes a constant of its own in every block; a random key is one, too."""
+    key = jax.random.key(0)
+
+    def loss(params, batch):
+        x = batch
+        for number in range(4):
+            mask = np.tri(16, dtype="float32") * jax.random.uniform(key)
+            scores = jax.nn.softmax(x @ x.mT * mask)
+            x = x + scores @ jax.numpy.tanh(x @ params[f"block_{number}"])
+        return (x**2).mean()
+
+    draw = np.random.default_rng(0)
+    params = {f"block_{n}": draw.normal(size=[8, 8]).astype("float32") for n in range(4)}
+    batch = draw.normal(size=[8, 16, 8]).astype("float32")
+    program = mw.jax_program(loss, params, optax.sgd(0.1), batch=batch)
+    placement = mw.Placement.of(mesh_of({"stage": 2}), batch=None)
+    explained = assemble(program, placement, piped()).explained
+    assert [stage.blocks for stage in explained.stages] == [(0, 1), (2, 3)]
 
 
 def test_each_stage_holds_its_own_weights_and_slots_alone():

@@ -12,11 +12,14 @@ import keras
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from keras import layers
 from small_transformer import KEEPS_GRADIENTS
 
 import meshwright as mw
 from meshwright.program import TrainState
+from meshwright.stages.line import divided
 from meshwright.stages.packing import Packing
 from meshwright.step.assemble import assemble
 
@@ -189,6 +192,19 @@ def test_cuts_are_found_by_time_and_warned_of_where_they_send_much() -> None:
     message = r"before 'w3' sends 320 bytes for each micro-batch; no more than 64 .* before 'w2'"
     with pytest.warns(mw.MeshwrightWarning, match=message):
         explained("w3")
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.data())
+def test_a_line_is_divided_as_the_best_of_all_ways(steps: list[int], data: st.DataObject) -> None:
+    time = np.cumsum([0.0, *steps])
+    parts = data.draw(st.integers(1, len(steps)))
+    longest, begins = divided(time, parts)
+
+    def of(inner: tuple[int, ...]) -> float:
+        return max(time[b] - time[a] for a, b in itertools.pairwise((0, *inner, len(steps))))
+
+    ways = itertools.combinations(range(1, len(steps)), parts - 1)
+    assert longest == of(tuple(begins)) == min(map(of, ways))
 
 
 def test_two_equal_layers_among_many_others_do_not_decide_where_a_model_is_cut() -> None:

@@ -186,20 +186,10 @@ class Line:
             return None
         places = np.array([0, *inside, len(self.order)])
         flops, nbytes = self.costs
-        time = flops[places] + nbytes[places] * per_read
-        between = time[None, :] - time[:, None]
-        between[np.tril_indices(len(places))] = np.inf
-        best, choices = between[0], []
-        for _ in range(stages - 1):
-            worst = np.maximum(best[:, None], between)
-            choices.append(worst.argmin(0))
-            best = worst.min(0)
-        at, cuts = len(places) - 1, list[int]()
-        for choice in reversed(choices):
-            at = int(choice[at])
-            cuts.append(int(places[at]))
+        slowest, begins = divided(flops[places] + nbytes[places] * per_read, stages)
+        cuts = [int(places[at]) for at in begins]
         sent = max((float(self.bytes_crossing[cut]) for cut in cuts), default=0.0)
-        return float(best[-1]) + sent * per_sent, cuts[::-1]
+        return slowest + sent * per_sent, cuts
 
     def cut_before(self, paths: set[str]) -> int | None:
         """The position with the least to send between the last equation that reads a weight and the
@@ -236,6 +226,37 @@ class Line:
             read.update(variables(self.eqns[number].invars))
         arguments = self.traced.arguments
         return [arguments[v][1] for v in arguments if v in read and arguments[v][0] == "params"]
+
+
+def divided(time: np.ndarray, parts: int) -> tuple[float, list[int]]:
+    """The least that the longest part of a line takes, and where each part but the first begins.
+
+    ``time`` is what has passed before each place; it never falls. Each part has a place or more.
+
+    >>> divided(np.array([0.0, 4.0, 5.0, 6.0, 9.0]), 2)
+    (5.0, [1])
+    """
+    best, choices = time - time[0], list[np.ndarray]()  # of the parts before each place
+    for part in range(1, parts):
+        # A later beginning makes the parts before it longer and this one shorter, so the least is
+        # where they meet.
+        meets = part + np.searchsorted(best[part:] + time[part:], time)
+        here = np.minimum(meets, np.maximum(np.arange(len(time)) - 1, part))
+        before = np.maximum(here - 1, part)
+        is_before = _longest(best, time, before) <= _longest(best, time, here)
+        first = np.searchsorted(time, time[np.where(is_before, before, here)])
+        choices.append(np.maximum(first, part))
+        best = _longest(best, time, choices[-1])
+    at, begins = len(time) - 1, list[int]()
+    for choice in reversed(choices):
+        at = int(choice[at])
+        begins.append(at)
+    return float(best[-1]), begins[::-1]
+
+
+def _longest(best: np.ndarray, time: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Of the parts before each place, where the last of them begins so."""
+    return np.maximum(best[at], time - time[at])
 
 
 class _Reach:

@@ -23,7 +23,7 @@ from ..program import Aux, Batch, Program, TrainState
 from .evaluating import evaluated
 
 Var = Any
-_SMALL = 64  # elements of a constant that is compared by its values
+_COMPARED_BYTES = 2**26  # of a constant, at most, to be compared by its values
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,19 +92,29 @@ def _with_constants_of_no_mesh(closed: Any) -> Any:
 
 
 def _with_equal_constants_once(closed: Any) -> Any:
-    """The same with one variable for small constants of equal values: Keras makes the step of a
-    seed once more in every layer, and blocks that differ in nothing else are equal."""
+    """The same with one variable for constants of equal values: Keras makes the step of a seed once
+    more in every layer, and a model may make its mask in every block; blocks that differ in nothing
+    else are equal."""
     jaxpr, first, instead = closed.jaxpr, dict[Any, Var](), dict[Var, Var]()
     for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
-        if getattr(value, "size", _SMALL + 1) <= _SMALL and not _is_traced(value):
-            array = np.asarray(value)
-            instead[var] = first.setdefault((array.shape, str(array.dtype), array.tobytes()), var)
+        if getattr(value, "nbytes", math.inf) <= _COMPARED_BYTES and not _is_traced(value):
+            instead[var] = first.setdefault(_key_of(value), var)
 
     def once(atoms: Sequence[Any]) -> list[Any]:
         return [atom if hasattr(atom, "val") else instead.get(atom, atom) for atom in atoms]
 
     eqns = [eqn.replace(invars=once(eqn.invars)) for eqn in jaxpr.eqns]
     return closed.replace(jaxpr=jaxpr.replace(eqns=eqns, outvars=once(jaxpr.outvars)))
+
+
+def _key_of(value: Any) -> tuple[Any, ...]:
+    """What equal constants have in common."""
+    import jax
+
+    is_random_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+    with jax.ensure_compile_time_eval():  # a step may be traced around this
+        array = np.asarray(jax.random.key_data(value) if is_random_key else value)
+    return value.shape, str(value.dtype), array.tobytes()
 
 
 def _with_share(program: Program, aux: Aux, share: float) -> Aux:

@@ -29,13 +29,14 @@ def pipelines_of(described: AbstractStep, batch: Batch) -> tuple[PipelinesOf | N
     if repeats is None:
         return None, ""
     program = replace(described.program, example=batch)
-    placement = Placement.of(Mesh({AXIS: repeats.count}), batch=None, unmatched="replicate")
+    # Two stages, whatever the search tries: what is read here is the same for any number of them.
+    placement = Placement.of(Mesh({AXIS: 2}), batch=None, unmatched="replicate")
     try:
         staged = Staged.of(program, placement, Pipeline(AXIS, 1))
     except PipelineError as error:
         return None, str(error)
     if not isinstance(staged.dealt, Deal):
-        return None, "its equal blocks cannot be stages of one kind"
+        return None, "; ".join(staged.of_cut)
     rows = _rows(batch)
     row_bytes = tuple(math.prod(one.shape) * one.dtype.itemsize / rows for one in staged.sent)
     shorts: dict[int, Short] = {}
