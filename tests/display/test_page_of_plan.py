@@ -79,7 +79,7 @@ def test_a_dry_run_says_how_sure_its_time_is(is_analytic):
     seconds = replace(report().estimate, step_time_s=0.1)
     run = replace(report(), estimate=seconds, not_compiled="so it is" if is_analytic else "")
     near = "dry runs in the benchmarks: 34 ms to 91 ms"
-    near = near if is_analytic else "measured in the benchmarks: 74 ms to 145 ms"
+    near = near if is_analytic else "measured in the benchmarks: 74 ms to 165 ms"
     assert f"estimated; {near}" in text(page(run))
     assert near in str(run)
 

@@ -13,12 +13,16 @@ import pytest
 
 import meshwright as mw
 from meshwright.frontends.dry_runs import dry_run
+from meshwright.hlo.origins import Origin
+from meshwright.hlo.peak import LiveTensor
+from meshwright.hlo.text import Array
 from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.blocks import Blocks, reduced
 from meshwright.planning.blocks import extended as extending
-from meshwright.planning.blocks.heights import Height, Heights, peak_with
+from meshwright.planning.blocks.heights import Height, Heights, Peak, peak_with
 from meshwright.planning.dry_run import DryRun
 from meshwright.planning.lock import Lock, lock_of
+from meshwright.planning.reading import _largest
 from meshwright.step.assemble import assemble
 from meshwright.step.options import StepOptions
 
@@ -235,6 +239,24 @@ def test_collectives_and_layers_have_the_names_of_their_own_blocks():
     assert flops[0] == flops[1]
     assert {"block_0", "block_5"} <= flops[0].keys()
     assert {tensor.origin.path for tensor in few.tensors} == {e.origin.path for e in whole.tensors}
+
+
+def test_an_array_that_is_larger_than_what_a_block_adds_is_there_once():
+    """XLA may name the scores of all words after a block."""
+    repeats, _ = reduced(abstract_step(program(6), BATCH, ONE), 2)
+
+    def tensor(nbytes):
+        return LiveTensor(Array("float32", (nbytes // 4,), 32), Origin("block_0", "forward"))
+
+    peak = Peak(1000, ((tensor(400), 0), (tensor(100), 0)), many=0, more_bytes=100)
+    sizes = [one.nbytes for one in extending._tensors(peak, repeats)]
+    assert sizes == [400, *[100] * 5]
+
+
+def test_of_the_largest_arrays_those_of_equal_blocks_are_all_kept():
+    sizes = [9, *[5] * 40, *[1] * 40]
+    live = [LiveTensor(Array("uint8", (n,), 8), Origin("", "forward")) for n in sizes]
+    assert [one.nbytes for one in _largest(live)] == sizes[:41]
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ from .estimate import estimate
 from .pipelined.compiled import turns_of
 from .report import DryRun, Memory
 
-_TENSORS = 32  # that are kept of those alive at the peak
+_TENSORS = 32  # that are kept of those alive at the peak, and all that are as large
 _BESIDES = 0.2  # of the peak, from where it wants a word
 _NEAR = 0.8  # of a device's memory, from where compilers give up time for room
 
@@ -42,7 +42,7 @@ def extended(
     ``None`` where the compiler's figure for two of them is more than what we see.
     """
     bare = [replace(program, text=unmarked(program.text)) for program in compiled]
-    one, two = (read(d, c, hardware, None) for d, c in zip(fewer, bare, strict=True))
+    one, two = (read(d, c, hardware, all_tensors=True) for d, c in zip(fewer, bare, strict=True))
     if not extending.is_understood(two):
         return None
     heights = [heights_of(program.text) for program in compiled]
@@ -54,7 +54,7 @@ def extended(
         two,
         memory=replace(memory, **sizes(described)),
         collectives=extending.transfers(one.collectives, two.collectives, repeats),
-        tensors=tensors[:_TENSORS],
+        tensors=_largest(tensors),
         alive_bytes=most,
         estimate=extending.estimate(one.estimate, two.estimate, repeats),
         notes=(*two.notes, str(blocks), *_doubts(memory, two.target)),
@@ -79,9 +79,10 @@ def _doubts(memory: Memory, target: Target) -> tuple[str, ...]:
 
 
 def read(
-    described: AbstractStep, compiled: Compiled, hardware: Hardware, most: int | None = _TENSORS
+    described: AbstractStep, compiled: Compiled, hardware: Hardware, all_tensors: bool = False
 ) -> DryRun:
-    """The report on a step that was compiled, with the largest of the tensors at the peak."""
+    """The report on a step that was compiled, with the largest of the tensors at the peak, or all
+    of them."""
     alive = alive_at_peak(parse(compiled.text))
     nbytes = sizes(described)
     peak, peak_is = _peak(compiled)
@@ -110,7 +111,7 @@ def read(
         collectives=transfers(
             compiled.collectives, arguments(described), described.placement, compiled.lines
         ),
-        tensors=_named(alive[:most], arguments(described)),
+        tensors=_named(alive if all_tensors else _largest(alive), arguments(described)),
         alive_bytes=sum(tensor.nbytes for tensor in alive),
         estimate=estimated,
         notes=(
@@ -123,6 +124,12 @@ def read(
         placed=described.placed,
         hardware=hardware,
     )
+
+
+def _largest(tensors: Sequence[LiveTensor]) -> tuple[LiveTensor, ...]:
+    """The first of tensors that are sorted by size, and not a part of those of equal blocks."""
+    least = tensors[_TENSORS - 1].nbytes if len(tensors) > _TENSORS else 0
+    return tuple(tensor for tensor in tensors if tensor.nbytes >= least)
 
 
 def _named(

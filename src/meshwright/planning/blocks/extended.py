@@ -126,11 +126,14 @@ def _always_there(run: DryRun) -> int:
 
 
 def _tensors(peak: Peak, repeats: Reduced) -> tuple[LiveTensor, ...]:
-    """The arrays at the peak, each under the name of its block; the last one is the second here."""
+    """The arrays at the peak, each under the name of its block; the last one is the second here.
+
+    An array that is larger than what a block adds is there once, whatever block it is named after.
+    """
     arrays: list[LiveTensor] = []
     for tensor, block in peak.tensors:
         blocks = [block]
-        if block == peak.many:
+        if block == peak.many and tensor.nbytes <= peak.more_bytes:
             blocks = [*range(repeats.count - 1)] if block == 0 else [*range(1, repeats.count)]
         elif block == 1:
             blocks = [repeats.count - 1]

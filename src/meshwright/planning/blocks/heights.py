@@ -62,11 +62,12 @@ class Heights:
 @dataclass(frozen=True)
 class Peak:
     """The most that is held with all blocks: ``tensors`` with two of them, of which the block
-    ``many`` stands for all others but one."""
+    ``many`` stands for all others but one. Each more of them adds ``more_bytes``."""
 
     nbytes: int
     tensors: BlockTensors = field(repr=False)
     many: int
+    more_bytes: int = 0
 
 
 def heights_of(text: str) -> Heights | None:
@@ -82,15 +83,14 @@ def peak_with(one: Heights, two: Heights, count: int) -> Peak:
     >>> peak_with(one, two, 4).nbytes, peak_with(one, two, 9).nbytes
     (180, 380)
     """
-    below = _bytes_below(one, two) * (count - 2)
-    after = _bytes_after(one, two) * (count - 2)
+    below, after = _bytes_below(one, two), _bytes_after(one, two)
     turning = two.turning or two.before
+    stretches = (two.before, 0, below), (turning, 0, below), (two.after, 1, after)
     most = (
-        Peak(two.before.nbytes + below, two.before.tensors, 0),
-        Peak(turning.nbytes + below, turning.tensors, 0),
-        Peak(two.after.nbytes + after, two.after.tensors, 1),
+        Peak(stretch.nbytes + more * (count - 2), stretch.tensors, many, more)
+        for stretch, many, more in stretches
     )
-    return max(most, key=lambda height: height.nbytes)
+    return max(most, key=lambda peak: peak.nbytes)
 
 
 def _bytes_below(one: Heights, two: Heights) -> int:
