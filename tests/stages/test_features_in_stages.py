@@ -153,3 +153,35 @@ def test_a_train_step_of_ones_own_is_refused(way: str) -> None:
         model.compile("sgd", "mse")
     with pytest.raises(mw.PipelineError, match=rf"cannot take the train_step .*\s+taken by {way}"):
         strategy.fit(model, np.ones([8, 6]), np.ones([8, 3]), batch_size=8, verbose=0)
+
+
+def depthwise() -> keras.Model:
+    """Equal blocks, each with a convolution of every channel by itself."""
+    x = inputs = keras.Input([4, 4, 4])
+    for number in range(2):
+        hidden = layers.DepthwiseConv2D(3, padding="same", name=f"block{number}_alone")(x)
+        x = x + layers.Dense(4, "gelu", name=f"block{number}_mixed")(hidden)
+    model = keras.Model(inputs, x)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+@pytest.mark.full
+def test_convolutions_whose_channels_are_split_train_in_stages() -> None:
+    """A device computes its channels by hand, within the stage that it is of."""
+    images = np.random.default_rng(0).normal(size=[ROWS, 4, 4, 4]).astype("float32")
+    results = []
+    for axes, pipeline in (
+        ({"data": 1}, None),
+        ({"stage": 2, "data": 2, "model": 2}, mw.Pipeline("stage", 2)),
+    ):
+        split = {"alone/kernel": [None, None, "model", None]} if pipeline else None
+        mesh = mesh_of(axes)
+        strategy = mw.Sharded(mesh, split, batch="data", unmatched="replicate", pipeline=pipeline)
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = depthwise()
+        strategy.fit(model, images, images[::-1].copy(), batch_size=ROWS, verbose=0)
+        results.append(model.get_weights())
+    for actual, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)

@@ -123,8 +123,11 @@ def _by_hand(eqn: Any, read: list[Any]) -> list[Any]:
 
     params = eqn.params
     closed = ClosedJaxpr(params["jaxpr"], ())
+    # Where rows alone are looked at there is no mesh, and any will do.
+    mesh = params["mesh"] if jax.sharding.get_abstract_mesh().empty else None
     run = jax.shard_map(
         lambda *xs: tuple(_called(closed, xs)),
+        mesh=mesh,
         in_specs=tuple(params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
         axis_names=set(params["newly_manual_axes"]),
