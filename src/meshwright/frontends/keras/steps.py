@@ -67,7 +67,7 @@ class KerasSteps(Steps):
         self._at_once: int | None = None
         self._backlog = Backlog()
         self._state: TrainState | None = None
-        self._last: Any = None  # step, or the shapes of batches that were taken together
+        self._last: Any = None  # step's batches, or the shapes of several that were stacked
         self._random: Any = None  # what the data of this epoch (or, else, of the run) began with
         self._epoch = -1
 

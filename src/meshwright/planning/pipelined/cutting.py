@@ -47,7 +47,8 @@ def pipelines_of(described: AbstractStep, batch: Batch) -> tuple[PipelinesOf | N
             shorts[count] = Short(graph_of_step(repeats.with_blocks(count)), paths)
         return shorts[count]
 
-    cut = Cut(repeats.count, with_blocks, row_bytes, staged.flops, staged.may_share_loss)
+    total = min(repeats.count, staged.dealt.count)
+    cut = Cut(total, with_blocks, row_bytes, staged.flops, staged.may_share_loss)
     return functools.partial(pipelines, cut), ""
 
 
