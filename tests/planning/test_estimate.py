@@ -65,6 +65,27 @@ def test_two_dims_of_a_torus_carry_twice_as_much_and_a_slow_link_carries_what_is
     assert collective_s(collective("all-reduce", 800, 1), links) == 0.0
 
 
+def test_a_group_along_a_part_of_an_axis_takes_the_links_of_that_part():
+    """XLA gathers along one axis of ours within TPU slices, and then between them."""
+    network = Link("network", "switch", 10.0)
+    links = [
+        AxisLink("data", 8, network, inside=AxisLink("data", 4, SWITCH)),  # two slices of four
+        AxisLink("model", 2, SWITCH),
+    ]
+
+    def seconds(kind, *groups):
+        array = Array("int8", (800,), 8)
+        return collective_s(Collective(kind, (array,), groups, ("data",), 1, "", 0, 0), links)
+
+    within = tuple(tuple(2 * n + at for n in range(4)) for at in (0, 1, 8, 9))
+    between = tuple((at, at + 8) for at in range(8))
+    assert seconds("all-gather", *within) == 3 / 4 * 800 / 100 + 3 * 0.5
+    assert seconds("all-gather", *between) == 1 / 2 * 800 / 10
+    neighbours = seconds("collective-permute", (0, 2), (4, 6))
+    assert neighbours == 800 / 100 + 0.5
+    assert seconds("collective-permute", (0, 2), (6, 8)) > 800 / 10
+
+
 @pytest.mark.parametrize(
     ("target", "axes", "lies"),
     [

@@ -12,11 +12,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..indices import unravel
 from ..targets.hardware import Hardware, Link
 from ..targets.target import Target
 from ..topology import across_slices
 from .collectives import Collective
 from .groups import Axes
+
+_Level = list[tuple[int, "AxisLink"]]  # parts of axes, with the places of these in the mesh
 
 _RANKS = {"tpu": "ici", "cuda": "nvlink", "cpu": "shared"}  # the link of a platform's devices
 
@@ -140,23 +143,69 @@ def collective_s(collective: Collective, links: Sequence[AxisLink]) -> float | N
     >>> collective_s(eight, [AxisLink("data", 8, Link("nvlink", "switch", 7000.0))])
     1.0
     """
-    across = [level for link in links if link.axis in collective.axes for level in link.levels]
-    kinds = list(dict.fromkeys(level.link for level in sorted(across, key=_is_between)))
-    members, moved = collective.group_size, float(collective.bytes_per_device)
-    if members < 2 or not across:
+    levels = _levels_of(collective, links)
+    if collective.group_size < 2 or not levels:
         return 0.0
-    total = 0.0
-    for link in kinds:
-        level = [crossing for crossing in across if crossing.link == link]
-        here = members if link == kinds[-1] else min(members, math.prod(c.size for c in level))
-        took = _level_s(collective.kind, here, moved, level)
+    took = [_of_members(collective, members, levels) for members in _members(collective, links)]
+    known = [seconds for seconds in took if seconds is not None]
+    return max(known) if len(known) == len(took) else None
+
+
+def _of_members(
+    collective: Collective, members: Sequence[int], levels: Sequence[_Level]
+) -> float | None:
+    """Seconds of a group that has so many members on each level, one level after the other."""
+    total, moved = 0.0, float(collective.bytes_per_device)
+    for here, level in zip(members, levels, strict=True):
+        took = _level_s(collective.kind, here, moved, [part for _, part in level])
         if took is None:
             return None
         total += took
-        members //= here
         if collective.kind not in _WHOLE:
             moved /= here
     return total
+
+
+def _levels_of(collective: Collective, links: Sequence[AxisLink]) -> list[_Level]:
+    """The parts of its axes on each kind of link, with the places of the axes; fast ones first."""
+    every = [
+        (place, part)
+        for place, link in enumerate(links)
+        if link.axis in collective.axes
+        for part in link.levels
+    ]
+    every.sort(key=lambda at: _is_between(at[1]))
+    kinds = dict.fromkeys(part.link for _, part in every)
+    return [[(place, part) for place, part in every if part.link == kind] for kind in kinds]
+
+
+def _members(collective: Collective, links: Sequence[AxisLink]) -> set[tuple[int, ...]]:
+    """How many members of a group lie apart on each level, for all groups.
+
+    A group may lie along a part of an axis alone: XLA for TPUs gathers within a slice, and then
+    between slices, which are steps of the same axis of ours.
+    """
+    levels = _levels_of(collective, links)
+    whole = tuple(math.prod(part.size for _, part in level) for level in levels)
+    if len(levels) == 1:
+        return {(collective.group_size,)}
+    if collective.group_size == math.prod(whole):
+        return {whole}
+    sizes = [link.size for link in links]
+
+    def apart(group: Sequence[int], level: _Level) -> int:
+        coords = [unravel(position, sizes) for position in group]
+        return len({tuple(_step(links[axis], part, at[axis]) for axis, part in level)
+                    for at in coords})  # fmt: skip
+
+    return {tuple(apart(group, level) for level in levels) for group in collective.groups}
+
+
+def _step(link: AxisLink, part: AxisLink, coord: int) -> int:
+    """Where on a part of an axis a device is."""
+    if link.inside is None:
+        return coord
+    return coord % link.inside.size if part == link.inside else coord // link.inside.size
 
 
 _WHOLE = ("all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
