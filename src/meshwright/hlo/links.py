@@ -154,7 +154,7 @@ def collective_s(collective: Collective, links: Sequence[AxisLink]) -> float | N
 def _of_members(
     collective: Collective, members: Sequence[int], levels: Sequence[_Level]
 ) -> float | None:
-    """Seconds of a group that has so many members on each level, one level after the other."""
+    """Seconds of a group with these numbers of members per level, one level after another."""
     total, moved = 0.0, float(collective.bytes_per_device)
     for here, level in zip(members, levels, strict=True):
         took = _level_s(collective.kind, here, moved, [part for _, part in level])
