@@ -6,19 +6,21 @@ hang together is then checked variable by variable. Nothing is required of the m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .signatures import signs_of
+from .signatures import signs_and_forms
 
 LEAST = 4  # copies, below which all are compiled
 _TRIED = 12
+_NOT_ALIKE = "equal blocks are not connected alike"
 
 Var = Any
-Place = tuple[int, int]  # which equation of a copy makes a variable, and as which result
+Place = tuple[int, int]  # an equation, and which of its results or operands
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Run:
     def end(self) -> int:
         return self.start + self.period * self.count
 
+    @property
+    def starts(self) -> range:
+        """The first equation of each copy."""
+        return range(self.start, self.end, self.period)
+
     def copy_of(self, equation: int) -> int | None:
         """Which copy an equation is in."""
         inside = self.start <= equation < self.end
@@ -44,11 +51,17 @@ NO_RUN = Run(0, 1, 0)
 
 @dataclass(frozen=True, eq=False)
 class Repeated:
-    """A run whose copies hang together in a chain. A row of ``own`` is one argument, or constant,
-    that each copy has of its own: the one of each copy."""
+    """A run whose copies hang together in a chain.
+
+    Rows have an entry for each copy: ``own`` an argument that no other copy reads, ``differing``
+    what is made outside of the copies, as of a batch, or a constant, and ``literals`` the place of
+    a literal: the number of an equation, and which operand.
+    """
 
     run: Run
     own: tuple[tuple[Var, ...], ...] = field(repr=False)
+    differing: tuple[tuple[Var, ...], ...] = field(default=(), repr=False)
+    literals: tuple[tuple[Place, ...], ...] = field(default=(), repr=False)
 
 
 def repeated(
@@ -65,7 +78,7 @@ def repeated(
     for run in _runs(jaxpr, uses, max(2, least)):
         chain = _Chain(jaxpr, run, uses, params, changed)
         if not chain.fault:
-            return Repeated(run, tuple(map(tuple, chain.mine.values()))), ""
+            return chain.repeated(), ""
         reason = reason or (chain.fault if chain.reads_weights else "")
     return None, reason
 
@@ -74,18 +87,22 @@ def repeated(
 
 
 def _runs(jaxpr: Any, uses: _Uses, least: int) -> Iterator[Run]:
-    """Runs of equal signs, those that cover most first, cut where the least bytes cross."""
-    signs = signs_of(jaxpr.eqns)
-    ranked: list[tuple[int, int, int, int]] = []
-    for period in range(1, len(signs) // least + 1):
-        for start, length in _stretches(signs[:-period] == signs[period:]):
-            count = length // period + 1
-            if count >= least:
-                ranked.append((-count * period, period, start, length % period))
+    """Runs of equal signs or forms, the longest first, cut where the least bytes cross."""
+    ranked = {run for numbers in signs_and_forms(jaxpr.eqns) for run in _ranked(numbers, least)}
     for covered, period, start, slack in sorted(ranked)[:_TRIED]:
         count = -covered // period
         shift = int(np.argmin(uses.crossing[start + period :][: slack + 1]))
         yield Run(start + shift, period, count)
+
+
+def _ranked(numbers: np.ndarray, least: int) -> Iterator[tuple[int, int, int, int]]:
+    """How many equations runs of equal numbers cover, negative; their periods and starts, and by
+    how much these may shift."""
+    for period in range(1, len(numbers) // least + 1):
+        for start, length in _stretches(numbers[:-period] == numbers[period:]):
+            count = length // period + 1
+            if count >= least:
+                yield -count * period, period, start, length % period
 
 
 def _stretches(same: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -133,14 +150,25 @@ class _Chain:
         self.jaxpr, self.run, self.uses = jaxpr, run, uses
         self.params, self.changed = params, changed
         self.mine: dict[Var, list[Var]] = {}  # of the second copy -> the same of every copy
+        self.differing: dict[Var, list[Var]] = {}  # likewise, what is not a copy's own
+        self.outside: dict[Var, list[Var]] = {}  # likewise, all that is made outside of copies
+        self.literals: list[list[Place]] = []
         self.reads_weights = False
         self.fault = self._compare() or self._outside()
+
+    def repeated(self) -> Repeated:
+        """The run, if nothing is in the way."""
+        rows = self.mine.values(), self.differing.values(), self.literals
+        return Repeated(self.run, *(tuple(map(tuple, row)) for row in rows))
 
     def _compare(self) -> str:
         for i in range(self.run.period):
             for place in range(len(self._eqn(1, i).invars)):
                 atoms = [self._eqn(k, i).invars[place] for k in range(self.run.count)]
-                if fault := self._alike(atoms):
+                if hasattr(atoms[1], "val"):
+                    if len({repr(atom.val) for atom in atoms}) > 1:
+                        self.literals.append([(at + i, place) for at in self.run.starts])
+                elif fault := self._alike(atoms):
                     return fault
         return "" if self.mine else "the repeated part has no weights of its own"
 
@@ -148,13 +176,11 @@ class _Chain:
         return self.jaxpr.eqns[self.run.start + copy * self.run.period + equation]
 
     def _alike(self, atoms: list[Any]) -> str:
-        if hasattr(atoms[1], "val"):
-            return ""  # equal signs have equal literals
         first, *kinds = [self._kind(k, atom) for k, atom in enumerate(atoms)]
         if kinds[0][0] in ("here", "before"):
             pattern = kinds[0] if kinds[0][0] == "here" else ("outside", atoms[0])
             same = first == pattern and all(kind == kinds[0] for kind in kinds)
-            return "" if same else "equal blocks are not connected alike"
+            return "" if same else _NOT_ALIKE
         if any(kind[0] != "outside" for kind in (first, *kinds)):
             return "a block reads what one further away has made"
         return self._from_outside(atoms)
@@ -170,20 +196,36 @@ class _Chain:
         return "far", atom
 
     def _from_outside(self, per_copy: list[Var]) -> str:
-        self.reads_weights |= self._root(per_copy[1]) in self.params
+        root = self._root(per_copy[1])
+        is_param = root in self.params
+        self.reads_weights |= is_param
+        if self.outside.setdefault(per_copy[1], per_copy) != per_copy:
+            return "some blocks share parameters" if is_param else _NOT_ALIKE
         if len(set(per_copy)) == 1:
-            return "blocks share parameters" if self._root(per_copy[0]) in self.params else ""
+            return "blocks share parameters" if is_param else ""
+        roots = list(map(self._root, per_copy))
+        if len(set(roots)) == len(roots) and self._arguments.issuperset(roots):
+            same = self.mine.setdefault(root, roots) == roots
+            return "" if same else "some blocks share parameters"
+        if self._of_params.isdisjoint(per_copy):
+            self.differing[per_copy[1]] = per_copy
+            return ""
         if len(set(per_copy)) < len(per_copy):
             return "some blocks share parameters"
-        roots = [self._root(var) for var in per_copy]
-        if len(set(roots)) < len(roots) or not all(map(self._is_argument, roots)):
-            return "what blocks differ in is made outside of them"
-        if self.mine.setdefault(roots[1], roots) != roots:
-            return "some blocks share parameters"
-        return ""
+        return "what blocks differ in is made of weights outside of them"
 
-    def _is_argument(self, var: Var) -> bool:
-        return var not in self.uses.producers
+    @functools.cached_property
+    def _arguments(self) -> set[Var]:
+        return set(self.jaxpr.invars)
+
+    @functools.cached_property
+    def _of_params(self) -> set[Var]:
+        """All that depends on parameters."""
+        result = set(self.params)
+        for eqn in self.jaxpr.eqns:
+            if any(not hasattr(atom, "val") and atom in result for atom in eqn.invars):
+                result.update(eqn.outvars)
+        return result
 
     def _root(self, var: Var) -> Var:
         """The argument that a variable is a copy of, such as a weight cast before all blocks."""

@@ -20,24 +20,39 @@ def signs_of(eqns: Sequence[Any]) -> np.ndarray:
     >>> signs_of(jaxpr.eqns).tolist()
     [0, 1, 0]
     """
-    numbers: dict[Any, int] = {}
+    return signs_and_forms(eqns)[0]
+
+
+def signs_and_forms(eqns: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The same, and a number per equation for which the values of literals do not count either.
+
+    >>> import jax
+    >>> jaxpr = jax.make_jaxpr(lambda x: x * 2.0 * 3.0)(1.0)
+    >>> [numbers.tolist() for numbers in signs_and_forms(jaxpr.eqns)]
+    [[0, 1], [0, 0]]
+    """
+    signs: dict[Any, int] = {}
+    forms: dict[Any, int] = {}
     words: dict[int, tuple[Any, str]] = {}  # the object as well, so that its id stays its own
-    return np.array([numbers.setdefault(_sign(eqn, words), len(numbers)) for eqn in eqns], int)
+    pairs = []
+    for eqn in eqns:
+        form = forms.setdefault(_form(eqn, words), len(forms))
+        pairs.append((signs.setdefault((form, _literals(eqn)), len(signs)), form))
+    columns = np.array(pairs, int).reshape(-1, 2)
+    return columns[:, 0], columns[:, 1]
 
 
-def _sign(eqn: Any, words: dict[int, tuple[Any, str]]) -> tuple[Any, ...]:
-    params = tuple((name, _word(value, words)) for name, value in sorted(eqn.params.items()))
+def _form(eqn: Any, words: dict[int, tuple[Any, str]]) -> tuple[Any, ...]:
     return (
         eqn.primitive.name,
-        params,
-        tuple(_atom(invar) for invar in eqn.invars),
+        tuple((name, _word(value, words)) for name, value in sorted(eqn.params.items())),
+        tuple(f"{atom.aval}{'=' * hasattr(atom, 'val')}" for atom in eqn.invars),
         tuple(str(outvar.aval) for outvar in eqn.outvars),
     )
 
 
-def _atom(atom: Any) -> str:
-    literal = f"={atom.val!r}" if hasattr(atom, "val") else ""
-    return f"{atom.aval}{literal}"
+def _literals(eqn: Any) -> tuple[str, ...]:
+    return tuple(repr(atom.val) for atom in eqn.invars if hasattr(atom, "val"))
 
 
 def _word(value: Any, words: dict[int, tuple[Any, str]]) -> str:

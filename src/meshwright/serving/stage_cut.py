@@ -16,8 +16,8 @@ from ..errors import ModelError, PipelineError
 from ..layouts.mesh import Mesh
 from ..stages.cuts import line_cuts
 from ..stages.line import Line
-from ..stages.parts import Traced
 from ..stages.pipeline import Pipeline
+from ..stages.traced import Traced
 
 if TYPE_CHECKING:
     from .forward import Forward, Shape

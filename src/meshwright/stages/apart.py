@@ -21,6 +21,8 @@ def apart(small: Blocks, large: Blocks, pieces: int) -> bool:
         _is_piece(a.aval, b.aval, pieces) or _is_same(a.aval, b.aval) for a, b in pairs
     ):
         return False
+    if list(map(str, _differing(small))) != list(map(str, _differing(large))):
+        return False
     try:
         dims = row_dims(_traced(small), _traced(large))
     except RowsMixError:
@@ -31,6 +33,10 @@ def apart(small: Blocks, large: Blocks, pieces: int) -> bool:
 def _arrays(blocks: Blocks) -> list[Any]:
     functions = blocks.functions
     return [*functions.enters, *functions.constant, *functions.of_batch]
+
+
+def _differing(blocks: Blocks) -> list[Any]:
+    return [row[1].aval for row in blocks.differing]
 
 
 def _is_piece(small: Any, large: Any, pieces: int) -> bool:
@@ -48,7 +54,7 @@ def _traced(blocks: Blocks) -> Any:
 
     functions, arguments = blocks.functions, blocks.traced.arguments
     by_name = {name: var for var, name in arguments.items()}
-    own = [by_name[row[0]].aval for row in blocks.own]
+    own = [by_name[row[0]].aval for row in blocks.own] + _differing(blocks)
     own += [by_name["params", path].aval for path in functions.lent]
     shared = [*functions.constant, *functions.of_batch]
     x = [var.aval for var in functions.enters]

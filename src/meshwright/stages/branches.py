@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import PipelineError
 from ..jaxprs.flops import equation_flops
 from .line import Line
-from .parts import variables
+from .traced import variables
 
 Var = Any
 _JOINS = 4  # equations at the end of a fork that may join its branches

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .evaluating import evaluated
 from .line import slice_of
-from .parts import variables
+from .traced import variables
 
 Var = Any
 

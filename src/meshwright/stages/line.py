@@ -18,7 +18,8 @@ import numpy as np
 from ..errors import PipelineError
 from ..jaxprs.flops import equation_flops
 from .evaluating import evaluated
-from .parts import Traced, listed, variables
+from .parts import listed
+from .traced import Traced, variables
 
 Var = Any
 

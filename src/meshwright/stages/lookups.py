@@ -19,7 +19,7 @@ from ..jaxprs.primitives import inner_jaxprs, opened
 from ..layouts.layout import Layout
 from ..layouts.placement import Placement
 from ..program import Program
-from .parts import Traced
+from .traced import Traced
 
 _SAME_ROWS = ("convert_element_type", "reshard", "sharding_constraint")
 

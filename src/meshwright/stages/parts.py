@@ -8,134 +8,40 @@ what all blocks read alike, the loss and the state after it.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ..errors import PipelineError
 from ..jaxprs.flops import equation_flops
-from ..jaxprs.repeats import Repeated, Run, repeated
+from ..jaxprs.repeats import Run, repeated
 from ..jaxprs.signatures import signs_of
-from ..program import Aux, Batch, Program, TrainState
 from .evaluating import evaluated
-
-Var = Any
-_COMPARED_BYTES = 2**26  # of a constant, at most, to be compared by its values
-
-
-@dataclass(frozen=True, eq=False)
-class Traced:
-    """One micro-batch's loss as equations, and what its arguments and results are.
-
-    ``arguments`` maps each argument to ``(part, path)``: a field of the state, or ``"batch"`` and
-    the number of the leaf. ``loss``, ``state``, ``metrics`` and ``logs`` are results.
-    """
-
-    closed: Any
-    arguments: Mapping[Var, tuple[str, Any]]
-    loss: Any
-    state: Mapping[str, Any]
-    metrics: Mapping[str, Any]
-    logs: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, program: Program, whole: TrainState, batch: Batch, share: float) -> Traced:
-        """That of a program, for arrays or their shapes; ``share`` is the micro-batch's of a step.
-
-        Metrics count each micro-batch by its rows, as they do where gradients are accumulated.
-        """
-        import jax
-
-        def run(whole: TrainState, batch: Batch) -> Any:
-            value, aux = program.loss(whole.params, whole, batch, True)
-            metrics, logs = program.measure(aux.metrics, _with_share(program, aux, share), batch)
-            return value, dict(aux.state), dict(metrics), dict(logs)
-
-        closed, shapes = jax.make_jaxpr(run, return_shape=True)(whole, batch)
-        closed = _with_equal_constants_once(_with_constants_of_no_mesh(closed))
-        invars = iter(closed.jaxpr.invars)
-        tree = jax.tree.structure(whole)
-        count = tree.num_leaves
-        parts = jax.tree.unflatten(tree, [next(invars) for _ in range(count)])
-        arguments = {
-            var: (name, path)
-            for name, part in zip(TrainState._fields, parts, strict=True)
-            for path, var in part.items()
-        }
-        arguments |= {var: ("batch", number) for number, var in enumerate(invars)}
-        results = jax.tree.unflatten(jax.tree.structure(shapes), closed.jaxpr.outvars)
-        return cls(closed, arguments, *results)
-
-
-def _is_traced(value: Any) -> bool:
-    from jax.core import Tracer
-
-    return isinstance(value, Tracer)
-
-
-def _with_constants_of_no_mesh(closed: Any) -> Any:
-    """The same, where what a layer has made from laid-out values, as Keras' ``Normalization`` its
-    mean, is a constant of any mesh: a stage computes in one of its own."""
-    import jax
-
-    def free(value: Any) -> Any:
-        lies = None if _is_traced(value) else getattr(value, "sharding", None)
-        if not isinstance(lies, jax.sharding.NamedSharding) or not lies.is_fully_replicated:
-            return value
-        is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.extended)
-        return value if is_key else np.asarray(value)
-
-    return closed.replace(consts=[free(value) for value in closed.consts])
-
-
-def _with_equal_constants_once(closed: Any) -> Any:
-    """The same with one variable for constants of equal values: Keras makes the step of a seed once
-    more in every layer, and a model may make its mask in every block; blocks that differ in nothing
-    else are equal."""
-    jaxpr, first, instead = closed.jaxpr, dict[Any, Var](), dict[Var, Var]()
-    for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
-        if getattr(value, "nbytes", math.inf) <= _COMPARED_BYTES and not _is_traced(value):
-            instead[var] = first.setdefault(_key_of(value), var)
-
-    def once(atoms: Sequence[Any]) -> list[Any]:
-        return [atom if hasattr(atom, "val") else instead.get(atom, atom) for atom in atoms]
-
-    eqns = [eqn.replace(invars=once(eqn.invars)) for eqn in jaxpr.eqns]
-    return closed.replace(jaxpr=jaxpr.replace(eqns=eqns, outvars=once(jaxpr.outvars)))
-
-
-def _key_of(value: Any) -> tuple[Any, ...]:
-    """What equal constants have in common."""
-    import jax
-
-    is_random_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
-    with jax.ensure_compile_time_eval():  # a step may be traced around this
-        array = np.asarray(jax.random.key_data(value) if is_random_key else value)
-    return value.shape, str(value.dtype), array.tobytes()
-
-
-def _with_share(program: Program, aux: Aux, share: float) -> Aux:
-    return aux._replace(loss=aux.loss / share) if program.reduction == "sum" else aux
+from .traced import Traced, Var, variables
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """The equal blocks of a traced loss.
 
-    ``own`` are the arguments that each block has of its own: a row of ``(part, path)`` by block.
+    ``own`` are the variables that each block has of its own: a row of ``(part, path)`` by block.
+    ``differing`` are what blocks read and do not have of their own, as a random key for each: a row
+    of variables by block.
     """
 
     traced: Traced = field(repr=False)
     run: Run
     own: tuple[tuple[tuple[str, str], ...], ...]
-    _repeated: Repeated = field(repr=False)
+    differing: tuple[tuple[Var, ...], ...] = field(repr=False)
+    own_vars: tuple[tuple[Var, ...], ...] = field(repr=False)
 
     @classmethod
     def of(cls, traced: Traced, least: int) -> Blocks:
-        """Those of a loss. Raises :class:`PipelineError` if there are fewer than ``least``."""
+        """Those of a loss. Raises :class:`PipelineError` if there are fewer than ``least``, and for
+        what they cannot hand on to each other."""
         arguments, jaxpr = traced.arguments, traced.closed.jaxpr
         params = [var for var, (part, _) in arguments.items() if part == "params"]
         changed = {
@@ -154,14 +60,17 @@ class Blocks:
                 f"the model has {repeats.run.count} equal blocks, fewer than the {least} stages "
                 "that they would be cut into. Use a smaller stage axis, or fewer repeats."
             )
-        strange = [var for row in repeats.own for var in row if var not in arguments]
-        if strange:
-            raise PipelineError(
-                "the model's blocks differ in constants, which cannot be laid out over stages. "
-                "Make them weights, or give them to the model as an input."
-            )
-        own = tuple(tuple(arguments[var] for var in row) for row in repeats.own)
-        return cls(traced, repeats.run, own, repeats)
+        traced = traced.with_variables([place for row in repeats.literals for place in row])
+        eqns, places = traced.closed.jaxpr.eqns, repeats.literals
+        literals = [[eqns[number].invars[place] for number, place in row] for row in places]
+        is_own = [arguments[row[0]][0] != "batch" for row in repeats.own]
+        own_vars = tuple(itertools.compress(repeats.own, is_own))
+        of_batch = itertools.compress(repeats.own, map(operator.not_, is_own))
+        differing = *of_batch, *repeats.differing, *map(tuple, literals)
+        own = tuple(tuple(arguments[var] for var in row) for row in own_vars)
+        blocks = cls(traced, repeats.run, own, differing, own_vars)
+        _ = blocks.functions  # which refuses what cannot be passed on
+        return blocks
 
     @property
     def count(self) -> int:
@@ -189,7 +98,7 @@ class Functions:
 
     ``enters`` are the variables that the first block begins with, ``leaves`` those of the last one,
     place by place; ``shared`` are read by every block alike. ``lent`` are the paths of parameters
-    that every block reads, as a bias by distance: to :meth:`block` they come after its own.
+    that every block reads, as a bias by distance: to :meth:`block` they come last.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -204,6 +113,7 @@ class Functions:
         self._second = range(run.start + run.period, run.start + 2 * run.period)
         self._body = [self._jaxpr.eqns[number] for number in self._second]
         passed: dict[tuple[int, int], tuple[Var, Var]] = {}  # place -> (enters, in second copy)
+        differing = {row[1] for row in blocks.differing}
         owned: dict[Var, list[Var]] = {}
         shared: dict[Var, None] = {}
         for number, eqn in zip(self._second, self._body, strict=True):
@@ -231,7 +141,7 @@ class Functions:
                 ]
                 if len(set(copies)) == 1:
                     shared[atom] = None
-                else:
+                elif atom not in differing:
                     owned[atom] = copies
         self.enters = tuple(first for first, _ in passed.values())
         self._inputs = tuple(atom for _, atom in passed.values())
@@ -241,7 +151,7 @@ class Functions:
         self._owned = owned
         self.shared, lent, in_each = self._lend(shared)
         self.lent = tuple(blocks.traced.arguments[var][1] for var in lent)
-        self._own_roots = (*(row[1] for row in blocks._repeated.own), *lent)
+        self._own_roots = (*(row[1] for row in (*blocks.own_vars, *blocks.differing)), *lent)
         self._prefix = [self._jaxpr.eqns[n] for n in sorted(self._prefixes() | in_each)]
         self._check()
 
@@ -285,7 +195,7 @@ class Functions:
             return
         makes = [var for number in numbers for var in self._jaxpr.eqns[number].outvars]
         of_batch = any(self._depends(var, ("batch", "state", "slots")) for var in makes)
-        sizes = [_nbytes(row[1]) for row in self.blocks._repeated.own]
+        sizes = [_nbytes(row[1]) for row in self.blocks.own_vars]
         if of_batch or sum(map(_nbytes, lent)) > sum(sizes):
             names = listed([self.blocks.traced.arguments[var][1] for var in lent])
             why = "with the batch" if of_batch else "and which are larger than a block's own"
@@ -399,7 +309,8 @@ class Functions:
         return evaluated(self.blocks.traced.closed, eqns, outputs, values)
 
     def block(self, own: Sequence[Any], shared: Mapping[Var, Any], x: Sequence[Any]) -> list[Any]:
-        """The results of one block: ``own`` by row of the blocks' own arguments, then ``lent``."""
+        """The results of one block: ``own`` by row of the blocks' own variables and of what they
+        differ in, then ``lent``."""
         values = {**shared, **dict(zip(self._own_roots, own, strict=True))}
         values |= zip(self._inputs, x, strict=True)
         eqns = [*self._prefix, *self._body]
@@ -472,6 +383,14 @@ class Functions:
         return tuple(v for v in self.shared if v not in self.of_batch)
 
     @functools.cached_property
+    def differs_by_micro(self) -> tuple[bool, ...]:
+        """Of each row of what blocks differ in, whether it is another in the next micro-batch."""
+        return tuple(
+            any(self._depends(var, ("batch", "state")) for var in row)
+            for row in self.blocks.differing
+        )
+
+    @functools.cached_property
     def counted(self) -> tuple[str, ...]:
         """Paths of the state that changes from one micro-batch to the next."""
         arguments = {path: v for v, (part, path) in self._state_arguments()}
@@ -490,10 +409,6 @@ def _split(signs: Any, chains: Sequence[Sequence[int]]) -> list[list[int]]:
 
 def _nbytes(var: Var) -> int:
     return math.prod(var.aval.shape) * var.aval.dtype.itemsize
-
-
-def variables(atoms: Iterable[Any]) -> list[Var]:
-    return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
 def listed(paths: Sequence[str]) -> str:

@@ -7,7 +7,8 @@ by hand (``jax.shard_map``), all others are left to XLA.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,9 +43,9 @@ class Runner:
         setting, functions = self.setting, self.setting.functions
         others = {p: value for p, value in whole.params.items() if p not in self.stacks}
         states, state = self._counted(whole, others, micros)
-        own = self._own(whole, states)
         rest = Rest(self._read_slots(whole.slots), whole.metrics)
         context = setting.known(others, whole.state, rest, [])
+        own = self._own(whole, states, self._differing(context, states, micros))
         shared = functions.evaluate(functions.constant, context)
         spec = jax.sharding.PartitionSpec
         along, by_tick = spec(setting.axis), spec(None, setting.axis)
@@ -97,7 +98,31 @@ class Runner:
         last, before = jax.lax.scan(count, first, list(micros))
         return before, {**whole.state, **last}
 
-    def _own(self, whole: TrainState, states: Arrays) -> Own:
+    def _differing(
+        self, context: Mapping[Any, Any], states: Arrays, micros: Sequence[Any]
+    ) -> list[list[Any]]:
+        """What blocks differ in, by row and block, with a dim of micro-batches in front where it
+        changes with them."""
+        import jax
+
+        functions, arguments = self.setting.functions, self.setting.traced.arguments
+        rows = functions.blocks.differing
+        by_micro = list(itertools.compress(rows, functions.differs_by_micro))
+        by_name = {name: var for var, name in arguments.items()}
+
+        def of_micro(at: tuple[Arrays, list[Any]]) -> list[list[Any]]:
+            state, leaves = at
+            values = {**context, **{by_name["state", path]: of for path, of in state.items()}}
+            values |= {by_name["batch", number]: leaf for number, leaf in enumerate(leaves)}
+            return [functions.evaluate(row, values) for row in by_micro]
+
+        changing = iter(jax.lax.map(of_micro, (states, list(micros))) if by_micro else ())
+        return [
+            next(changing) if changes else functions.evaluate(row, context)
+            for row, changes in zip(rows, functions.differs_by_micro, strict=True)
+        ]
+
+    def _own(self, whole: TrainState, states: Arrays, differing: Sequence[Sequence[Any]]) -> Own:
         import jax.numpy as jnp
 
         stacks = iter(self.stacks)
@@ -113,6 +138,13 @@ class Runner:
                 own.counted.append(jnp.stack([states[path] for path in paths], 1))
             else:
                 own.fixed.append(jnp.stack([whole.state[path] for path in paths]))
+        kinds = self.setting.kinds[len(blocks.own) :]
+        for kind, row in zip(kinds, differing, strict=False):
+            by_place = [row[block or 0] for block in places]
+            if kind == "counted":
+                own.counted.append(jnp.stack(by_place, 1))
+            else:
+                own.fixed.append(jnp.stack(by_place))
         lent = [whole.params[path] for path in blocks.functions.lent]
         own.params.extend(jnp.broadcast_to(value, (len(places), *value.shape)) for value in lent)
         return own

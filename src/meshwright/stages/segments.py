@@ -17,7 +17,8 @@ from typing import Any
 
 from ..errors import PipelineError
 from .line import Line
-from .parts import Traced, listed
+from .parts import listed
+from .traced import Traced
 
 Var = Any
 Lay = Callable[[Any, bool], Any]

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 from ..program import Arrays
 from .deal import Deal
-from .parts import Blocks, Traced
+from .parts import Blocks
 from .plan import TickPlan
 from .segments import Segments
+from .traced import Traced
 
 
 class Own(NamedTuple):
-    """The arrays that blocks have of their own, stacked: parameters, with those that all blocks
-    read behind them, state that stays as it is in a step, and state that counts, which has a dim of
-    micro-batches in front; and whether there is a block in each place."""
+    """The arrays that blocks have of their own, or differ in, stacked: parameters, with those that
+    all blocks read behind them, what stays as it is in a step, and what is another in the next
+    micro-batch, with a dim of these in front; and whether there is a block in each place."""
 
     params: Any
     fixed: Any
@@ -91,15 +92,17 @@ class Setting:
 
     @functools.cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Of each row of the blocks' own arrays, and of what is lent to all, which field of
-        :class:`Own` it is in."""
+        """Of each row of the blocks' own arrays, of what they differ in, and of what is lent to
+        all, which field of :class:`Own` it is in."""
         assert isinstance(self.blocks, Blocks)
         counted = self.functions.counted
         own = tuple(
             "params" if row[0][0] == "params" else "counted" if row[0][1] in counted else "fixed"
             for row in self.blocks.own
         )
-        return (*own, *["params"] * len(self.functions.lent))
+        changes = self.functions.differs_by_micro
+        differing = ("counted" if does else "fixed" for does in changes)
+        return (*own, *differing, *["params"] * len(self.functions.lent))
 
     @functools.cached_property
     def skips(self) -> bool:

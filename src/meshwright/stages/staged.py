@@ -20,7 +20,7 @@ from .line import Line
 from .lookups import with_whole_lookups
 from .notes import notes_of
 from .packing import Packing
-from .parts import Blocks, Traced
+from .parts import Blocks
 from .pipeline import Pipeline
 from .plan import TickPlan
 from .running import Runner, Taken
@@ -37,6 +37,7 @@ from .shares import (
 )
 from .stacking import Stacking
 from .table import TickTable
+from .traced import Traced
 from .unequal import UnequalRunner
 
 _FAR_LESS = 0.6  # of the FLOPs of the busiest stage, below which stages differ rather
@@ -387,9 +388,14 @@ def _segments(
 
 
 def _blocks(traced: Traced, placement: Placement, pipeline: Pipeline) -> Blocks:
-    blocks = Blocks.of(traced, placement.mesh[pipeline.axis] * pipeline.repeats)
-    _ = blocks.functions  # which refuses what cannot be passed on
-    return blocks
+    least = placement.mesh[pipeline.axis] * pipeline.repeats
+    try:
+        return Blocks.of(traced, least)
+    except PipelineError as error:
+        try:
+            return Blocks.of(traced.with_little_first(), least)
+        except PipelineError:
+            raise error from None
 
 
 def _deal(program: Program, blocks: Blocks, placement: Placement, pipeline: Pipeline) -> Deal:

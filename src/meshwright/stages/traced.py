@@ -1,0 +1,175 @@
+"""One micro-batch's loss as equations, in the form in which equal blocks are looked for.
+
+A model writes the same in ways that hide it: a constant is made anew in every layer, and a random
+key is split on the way. What is equal in value is one variable here, and keys may come first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..program import Aux, Batch, Program, TrainState
+
+Var = Any
+_COMPARED_BYTES = 2**26  # of a constant, at most, to be compared by its values
+_LITTLE_BYTES = 2**16  # of what each block may read from before all blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """One micro-batch's loss as equations, and what its arguments and results are.
+
+    ``arguments`` maps each argument to ``(part, path)``: a field of the state, or ``"batch"`` and
+    the number of the leaf. ``loss``, ``state``, ``metrics`` and ``logs`` are results.
+    """
+
+    closed: Any
+    arguments: Mapping[Var, tuple[str, Any]]
+    loss: Any
+    state: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    logs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, program: Program, whole: TrainState, batch: Batch, share: float) -> Traced:
+        """That of a program, for arrays or their shapes; ``share`` is the micro-batch's of a step.
+
+        Metrics count each micro-batch by its rows, as they do where gradients are accumulated.
+        """
+        import jax
+
+        def run(whole: TrainState, batch: Batch) -> Any:
+            value, aux = program.loss(whole.params, whole, batch, True)
+            metrics, logs = program.measure(aux.metrics, _with_share(program, aux, share), batch)
+            return value, dict(aux.state), dict(metrics), dict(logs)
+
+        closed, shapes = jax.make_jaxpr(run, return_shape=True)(whole, batch)
+        closed = _with_equal_constants_once(_with_constants_of_no_mesh(closed))
+        invars = iter(closed.jaxpr.invars)
+        tree = jax.tree.structure(whole)
+        count = tree.num_leaves
+        parts = jax.tree.unflatten(tree, [next(invars) for _ in range(count)])
+        arguments = {
+            var: (name, path)
+            for name, part in zip(TrainState._fields, parts, strict=True)
+            for path, var in part.items()
+        }
+        arguments |= {var: ("batch", number) for number, var in enumerate(invars)}
+        results = jax.tree.unflatten(jax.tree.structure(shapes), closed.jaxpr.outvars)
+        return cls(closed, arguments, *results)
+
+    def with_little_first(self) -> Traced:
+        """The same, where what is small and made of no weights comes before all else, as random
+        keys and an entry of a table for each block; what nothing reads is left out."""
+        eqns = self.closed.jaxpr.eqns
+        late = {var for var, (part, _) in self.arguments.items() if part == "params"}
+        first, rest = list[Any](), list[Any]()
+        for number in sorted(needed(eqns, self.closed.jaxpr.outvars)):
+            eqn = eqns[number]
+            is_late = not (
+                all(map(_is_little, eqn.outvars)) and late.isdisjoint(variables(eqn.invars))
+            )
+            (rest if is_late else first).append(eqn)
+            late.update(eqn.outvars if is_late else ())
+        return self._with([*first, *rest])
+
+    def with_variables(self, places: Sequence[tuple[int, int]]) -> Traced:
+        """The same, where literals are constants; ``places`` are equations and their operands."""
+        import jax
+
+        eqns = list(self.closed.jaxpr.eqns)
+        literals = [eqns[number].invars[operand] for number, operand in places]
+        shapes = [jax.ShapeDtypeStruct((), literal.aval.dtype) for literal in literals]
+        constants = jax.make_jaxpr(lambda *values: values)(*shapes).jaxpr.invars
+        for (number, operand), var in zip(places, constants, strict=True):
+            invars = list(eqns[number].invars)
+            invars[operand] = var
+            eqns[number] = eqns[number].replace(invars=invars)
+        values = [np.asarray(of.val, of.aval.dtype) for of in literals]
+        return self._with(eqns, constants, values)
+
+    def _with(
+        self, eqns: Sequence[Any], constants: Sequence[Var] = (), values: Sequence[Any] = ()
+    ) -> Traced:
+        """With these equations, and constants beside those that there are."""
+        jaxpr = self.closed.jaxpr
+        jaxpr = jaxpr.replace(eqns=list(eqns), constvars=[*jaxpr.constvars, *constants])
+        consts = [*self.closed.consts, *values]
+        return replace(self, closed=self.closed.replace(jaxpr=jaxpr, consts=consts))
+
+
+def needed(eqns: Sequence[Any], outputs: Iterable[Any]) -> set[int]:
+    """The numbers of the equations that these variables are computed by."""
+    wanted, numbers = set(variables(outputs)), set[int]()
+    for number in reversed(range(len(eqns))):
+        if not wanted.isdisjoint(eqns[number].outvars):
+            numbers.add(number)
+            wanted.update(variables(eqns[number].invars))
+    return numbers
+
+
+def _is_little(var: Var) -> bool:
+    import jax
+
+    is_key = jax.numpy.issubdtype(var.aval.dtype, jax.dtypes.prng_key)
+    return is_key or math.prod(var.aval.shape) * var.aval.dtype.itemsize <= _LITTLE_BYTES
+
+
+def _is_traced(value: Any) -> bool:
+    from jax.core import Tracer
+
+    return isinstance(value, Tracer)
+
+
+def _with_constants_of_no_mesh(closed: Any) -> Any:
+    """The same, where what a layer has made from laid-out values, as Keras' ``Normalization`` its
+    mean, is a constant of any mesh: a stage computes in one of its own."""
+    import jax
+
+    def free(value: Any) -> Any:
+        lies = None if _is_traced(value) else getattr(value, "sharding", None)
+        if not isinstance(lies, jax.sharding.NamedSharding) or not lies.is_fully_replicated:
+            return value
+        is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.extended)
+        return value if is_key else np.asarray(value)
+
+    return closed.replace(consts=[free(value) for value in closed.consts])
+
+
+def _with_equal_constants_once(closed: Any) -> Any:
+    """The same with one variable for constants of equal values: Keras makes the step of a seed once
+    more in every layer, and a model may make its mask in every block; blocks that differ in nothing
+    else are equal."""
+    jaxpr, first, instead = closed.jaxpr, dict[Any, Var](), dict[Var, Var]()
+    for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
+        if getattr(value, "nbytes", math.inf) <= _COMPARED_BYTES and not _is_traced(value):
+            instead[var] = first.setdefault(_key_of(value), var)
+
+    def once(atoms: Sequence[Any]) -> list[Any]:
+        return [atom if hasattr(atom, "val") else instead.get(atom, atom) for atom in atoms]
+
+    eqns = [eqn.replace(invars=once(eqn.invars)) for eqn in jaxpr.eqns]
+    return closed.replace(jaxpr=jaxpr.replace(eqns=eqns, outvars=once(jaxpr.outvars)))
+
+
+def _key_of(value: Any) -> tuple[Any, ...]:
+    """What equal constants have in common."""
+    import jax
+
+    is_random_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+    with jax.ensure_compile_time_eval():  # a step may be traced around this
+        array = np.asarray(jax.random.key_data(value) if is_random_key else value)
+    return value.shape, str(value.dtype), array.tobytes()
+
+
+def _with_share(program: Program, aux: Aux, share: float) -> Aux:
+    return aux._replace(loss=aux.loss / share) if program.reduction == "sum" else aux
+
+
+def variables(atoms: Iterable[Any]) -> list[Var]:
+    return [atom for atom in atoms if not hasattr(atom, "val")]
