@@ -24,7 +24,7 @@ def verdict_of(
     """Whether a device has the memory; ``None`` where the peak or the limit is not known.
 
     >>> tpu = Target.of("v5e:2x4")
-    >>> [verdict_of(peak, 16, tpu, is_estimate=True) for peak in (11, 15, 17)]
+    >>> [verdict_of(peak, 16, tpu, is_estimate=True) for peak in (10, 15, 17)]
     ['fits', 'may not fit', 'does not fit']
     >>> verdict_of(15, 16, tpu, is_estimate=False)
     'fits'
