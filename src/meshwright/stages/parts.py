@@ -68,6 +68,7 @@ class Blocks:
         of_batch = itertools.compress(repeats.own, map(operator.not_, is_own))
         differing = *of_batch, *repeats.differing, *map(tuple, literals)
         own = tuple(tuple(arguments[var] for var in row) for row in own_vars)
+        _check_entries(own, traced.entries)
         blocks = cls(traced, repeats.run, own, differing, own_vars)
         _ = blocks.functions  # which refuses what cannot be passed on
         return blocks
@@ -81,6 +82,11 @@ class Blocks:
     def params(self) -> tuple[tuple[str, ...], ...]:
         """Paths of the blocks' parameters: a row of one path per block."""
         return tuple(tuple(path for _, path in row) for row in self.own if row[0][0] == "params")
+
+    @property
+    def are_of_loop(self) -> bool:
+        """Whether weights are stacked by the model itself, which goes through them in a loop."""
+        return bool(self.traced.entries)
 
     @property
     def largest_flops(self) -> float:
@@ -400,6 +406,23 @@ class Functions:
 
     def _state_arguments(self) -> list[tuple[Var, tuple[str, Any]]]:
         return [item for item in self.blocks.traced.arguments.items() if item[1][0] == "state"]
+
+
+def _check_entries(
+    own: Iterable[Sequence[tuple[str, str]]], entries: Mapping[str, tuple[str, int]]
+) -> None:
+    """Refuse loops over weights some entries of which are in no block, or in another order."""
+    inside = {path for row in own for _, path in row}
+    strange = {whole for path, (whole, _) in entries.items() if path not in inside}
+    for row in own:
+        places = [entries[path] for _, path in row if path in entries]
+        if [number for _, number in places] not in ([], list(range(len(row)))):
+            strange |= {whole for whole, _ in places}
+    if strange:
+        raise PipelineError(
+            f"a loop over {listed(sorted(strange))} is not supported in a pipeline: its steps must "
+            "be the equal blocks, from the first entry to the last, and nothing else may read them."
+        )
 
 
 def _split(signs: Any, chains: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -9,8 +9,9 @@ where it divides. Outside of a step every variable has its own path and its own 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ..errors import PipelineError
@@ -21,22 +22,30 @@ from ..layouts.zero import share_out
 from ..program import Arrays, Program, TrainState, shapes_of
 from .alike import Families, Places, alike
 from .deal import Deal
+from .loops import entry_path
 
 
 @dataclass(frozen=True)
 class Stack:
     """One weight, or slot, of all blocks: its paths by place, ``None`` in those left empty.
 
-    ``info`` describes the stacked array.
+    ``info`` describes the stacked array, which ``is_whole`` if the model has it stacked itself: the
+    paths are then those of its entries.
     """
 
     info: ParamInfo
     places: Places
+    is_whole: bool = False
 
     @property
     def members(self) -> tuple[str, ...]:
         """The paths that are stacked, in the order of their places."""
         return tuple(path for path in self.places if path is not None)
+
+    @property
+    def stored_paths(self) -> tuple[str, ...]:
+        """The paths of the program's variables that it holds."""
+        return (self.info.path,) if self.is_whole else self.members
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +70,9 @@ class Stacking:
         axis: str,
         rows: Sequence[tuple[str, ...]],
         deal: Deal,
+        wholes: Mapping[str, str] = MappingProxyType({}),
     ) -> Stacking:
-        """Of parameters, by block.
+        """Of parameters, by block; ``wholes`` are the paths of stacked arrays by those of entries.
 
         Raises :class:`PipelineError` where equal weights would lie differently.
         """
@@ -79,11 +89,7 @@ class Stacking:
                     f"{listed}"
                 )
             alone = layouts[paths[0]]
-            if axis in alone.axes:
-                raise PipelineError(
-                    f"{paths[0]} is laid out over axis {axis!r}, which the stages take. Leave "
-                    "that axis out of the layouts."
-                )
+            _check_free(axis, paths[0], alone.axes)
             first: ParamInfo = getattr(infos, field)[paths[0]]
             places = tuple(None if block is None else paths[block] for block in deal.places)
             info = replace(
@@ -95,19 +101,31 @@ class Stacking:
             )
             return Stack(info, places)
 
-        params = tuple(stack("params", row, None) for row in rows)
-        slots = [
-            stack("slots", paths, of.info.path)
-            for row, of in zip(rows, params, strict=True)
-            for paths in _slots_of(program, row)
-        ]
+        def as_it_is(field: str, path: str) -> Stack:
+            """A stack that the model has itself."""
+            layouts: dict[str, Layout] = getattr(whole, field)
+            _, *others = layouts[path].specs
+            _check_free(axis, path, Layout(others).axes)
+            info = asking(getattr(infos, field)[path], Layout([axis, *others], placement.mesh))
+            places = tuple(entry_path(path, number) for number in range(info.dims[0]))
+            return Stack(info, places, is_whole=True)
+
+        params, slots = list[Stack](), list[Stack]()
+        for row in rows:
+            if (path := wholes.get(row[0])) is not None:
+                params.append(as_it_is("params", path))
+                slots += (as_it_is("slots", of) for (of,) in _slots_of(program, [path]))
+            else:
+                params.append(stack("params", row, None))
+                owner = params[-1].info.path
+                slots += (stack("slots", paths, owner) for paths in _slots_of(program, row))
 
         def spread(field: str, info: ParamInfo) -> ParamInfo:
             of_model = field in ("params", "slots")
             return spread_over(axis, info, getattr(whole, field)) if of_model else info
 
-        in_stacks = {("params", m) for own_stack in params for m in own_stack.members}
-        in_stacks |= {("slots", m) for own_stack in slots for m in own_stack.members}
+        in_stacks = {("params", path) for own_stack in params for path in own_stack.stored_paths}
+        in_stacks |= {("slots", path) for own_stack in slots for path in own_stack.stored_paths}
         parts = [
             [spread(field, info) for info in part if (field, info.path) not in in_stacks]
             for field, part in zip(TrainState._fields, program.parts, strict=True)
@@ -115,7 +133,7 @@ class Stacking:
         parts[0] += [own_stack.info for own_stack in params]
         parts[2] += [own_stack.info for own_stack in slots]
         stored = by_part(parts, placement)
-        return cls(params, tuple(slots), tuple(map(tuple, parts)), stored, rest)
+        return cls(tuple(params), tuple(slots), tuple(map(tuple, parts)), stored, rest)
 
     def bytes_by_stage(self, stages: int) -> list[int]:
         """Bytes of weights and slots that each stage has of its own, over all its devices."""
@@ -198,12 +216,15 @@ class Stacking:
 
     def update(self, program: Program) -> Callable[..., tuple[Arrays, Arrays]]:
         """The optimizer's step over stacked arrays: each equation once for all blocks."""
+        params, slots = _made_here(self.params), _made_here(self.slots)
+        if not params:
+            return program.update
         families = Families(
-            tuple(_named(name, stack) for name in ("params", "grads") for stack in self.params)
-            + tuple(_named("slots", stack) for stack in self.slots)
+            tuple(_named(name, stack) for name in ("params", "grads") for stack in params)
+            + tuple(_named("slots", stack) for stack in slots)
         )
-        of_params = {own_stack.info.path: own_stack.places for own_stack in self.params}
-        of_slots = {own_stack.info.path: own_stack.places for own_stack in self.slots}
+        of_params = {own_stack.info.path: own_stack.places for own_stack in params}
+        of_slots = {own_stack.info.path: own_stack.places for own_stack in slots}
 
         def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
             values = {"params": params, "grads": grads, "slots": slots}
@@ -213,6 +234,19 @@ class Stacking:
             return new, new_slots
 
         return update
+
+
+def _made_here(stacks: Iterable[Stack]) -> list[Stack]:
+    """Those that the model does not have itself."""
+    return [stack for stack in stacks if not stack.is_whole]
+
+
+def _check_free(axis: str, path: str, axes: Collection[str | None]) -> None:
+    if axis in axes:
+        raise PipelineError(
+            f"{path} is laid out over axis {axis!r}, which the stages take. Leave that axis out of "
+            "the layouts."
+        )
 
 
 def _named(name: str, stack: Stack) -> tuple[tuple[str, str] | None, ...]:
@@ -259,7 +293,7 @@ def _stacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:
     import jax.numpy as jnp
 
     values = dict(values)
-    for stack in stacks:
+    for stack in _made_here(stacks):
         if all(member in values for member in stack.members):
             arrays = {member: values.pop(member) for member in stack.members}
             empty = jnp.zeros_like(arrays[stack.members[0]])
@@ -269,7 +303,7 @@ def _stacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:
 
 def _unstacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:
     values = dict(values)
-    for stack in stacks:
+    for stack in _made_here(stacks):
         if stack.info.path in values:
             stacked = values.pop(stack.info.path)
             values |= {p: stacked[n] for n, p in enumerate(stack.places) if p is not None}

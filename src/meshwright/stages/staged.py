@@ -18,6 +18,7 @@ from .deal import Deal
 from .faults import check_stages
 from .line import Line
 from .lookups import with_whole_lookups
+from .loops import without_loops
 from .notes import notes_of
 from .packing import Packing
 from .parts import Blocks
@@ -98,7 +99,9 @@ class Staged:
         else:
             blocks, dealt = cut
             may_share = _may_share_loss(blocks, pipeline)
-            stacking = Stacking.of(program, placement, pipeline.axis, blocks.params, dealt)
+            wholes = {path: whole for path, (whole, _) in blocks.traced.entries.items()}
+            rows = blocks.params
+            stacking = Stacking.of(program, placement, pipeline.axis, rows, dealt, wholes)
             functions, shares = blocks.functions, equal_shares(blocks, dealt)
             layers = layers_of_blocks(blocks, dealt)
             flops = blocks.functions.flops
@@ -311,9 +314,18 @@ def traced_of(
 
     def trace() -> Traced:
         traced = Traced.of(program, whole, micro, 1 / micro_batches)
-        return with_whole_lookups(traced, program, placement)
+        traced = with_whole_lookups(traced, program, placement)
+        return replace(traced, written_out=without_loops(traced))
 
     return trace() if in_context else program.under(placement, trace, whole=True)()
+
+
+def looped_over(program: Program, placement: Placement) -> tuple[str, ...]:
+    """Paths of the stacked weights that a program goes through in a loop; it has an example."""
+    assert program.example is not None
+    micro = _micro(program.example, 1)
+    written = traced_of(program, placement, 1, abstract_of(program), micro).written_out
+    return tuple(sorted({whole for whole, _ in written.entries.values()})) if written else ()
 
 
 def _cut(
@@ -388,14 +400,15 @@ def _segments(
 
 
 def _blocks(traced: Traced, placement: Placement, pipeline: Pipeline) -> Blocks:
-    least = placement.mesh[pipeline.axis] * pipeline.repeats
-    try:
-        return Blocks.of(traced, least)
-    except PipelineError as error:
-        try:
-            return Blocks.of(traced.with_little_first(), least)
-        except PipelineError:
-            raise error from None
+    """The equal blocks of a loss, in the first form of it that has any."""
+    least, errors = placement.mesh[pipeline.axis] * pipeline.repeats, list[PipelineError]()
+    for form in filter(None, (traced.written_out, traced)):
+        for moves in (False, True):
+            try:
+                return Blocks.of(form.with_little_first() if moves else form, least)
+            except PipelineError as error:
+                errors.append(error)
+    raise errors[0]
 
 
 def _deal(program: Program, blocks: Blocks, placement: Placement, pipeline: Pipeline) -> Deal:
@@ -404,6 +417,10 @@ def _deal(program: Program, blocks: Blocks, placement: Placement, pipeline: Pipe
     skips = runs_alone(dict(placement.mesh.axes), pipeline.axis, placement.batch_axes)
     flops, count = blocks.functions.flops, blocks.count
     may_share = _may_share_loss(blocks, pipeline)
+    if blocks.are_of_loop:
+        _check_loop(count, placement, pipeline)
+        even = Deal(stages, 1, (count // stages,) * stages)
+        return even.or_shared(even, flops, skips, pipeline.micro_batches) if may_share else even
     if pipeline.cuts is None and may_share:
         return Deal.fastest(count, stages, repeats, flops, skips, pipeline.micro_batches)
     if pipeline.cuts is None:
@@ -422,6 +439,22 @@ def _deal(program: Program, blocks: Blocks, placement: Placement, pipeline: Pipe
         )
     deal = Deal(stages, repeats, sizes)
     return deal.or_shared(deal, flops, skips, pipeline.micro_batches) if may_share else deal
+
+
+def _check_loop(count: int, placement: Placement, pipeline: Pipeline) -> None:
+    """Raises :class:`PipelineError` where stages would not have the layers of a loop in order."""
+    stages, faults = placement.mesh[pipeline.axis], list[str]()
+    if count % stages:
+        faults.append(f"{count} layers do not divide over {stages} stages.")
+    if pipeline.repeats > 1:
+        faults.append(f"repeats={pipeline.repeats} is not supported.")
+    if pipeline.cuts is not None:
+        faults.append("cuts= is not supported: each stage has as many.")
+    if faults:
+        raise PipelineError(
+            f"the layers are a loop over stacked weights: {' '.join(faults)} Write them one after "
+            "the other to deal them otherwise."
+        )
 
 
 def _may_share_loss(blocks: Blocks, pipeline: Pipeline) -> bool:

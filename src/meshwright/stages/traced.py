@@ -1,14 +1,14 @@
 """One micro-batch's loss as equations, in the form in which equal blocks are looked for.
 
-A model writes the same in ways that hide it: a constant is made anew in every layer, and a random
-key is split on the way. What is equal in value is one variable here, and keys may come first.
+Models hide that blocks are equal: each layer has a constant of its own, a random key is split on
+the way. Equal constants are one variable here, and keys can come first.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,9 @@ class Traced:
     """One micro-batch's loss as equations, and what its arguments and results are.
 
     ``arguments`` maps each argument to ``(part, path)``: a field of the state, or ``"batch"`` and
-    the number of the leaf. ``loss``, ``state``, ``metrics`` and ``logs`` are results.
+    the number of the leaf. ``loss``, ``state``, ``metrics`` and ``logs`` are results. ``entries``
+    are the paths of arguments that are entries of a stacked parameter: its path, and which one.
+    ``written_out`` is the same loss without its loops over weights, if it has any.
     """
 
     closed: Any
@@ -34,6 +36,13 @@ class Traced:
     state: Mapping[str, Any]
     metrics: Mapping[str, Any]
     logs: Mapping[str, Any]
+    entries: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    written_out: Traced | None = field(default=None, repr=False)
+
+    @property
+    def results(self) -> tuple[Mapping[str, Any], ...]:
+        """All that there is beside the loss."""
+        return self.state, self.metrics, self.logs
 
     @classmethod
     def of(cls, program: Program, whole: TrainState, batch: Batch, share: float) -> Traced:
@@ -49,7 +58,7 @@ class Traced:
             return value, dict(aux.state), dict(metrics), dict(logs)
 
         closed, shapes = jax.make_jaxpr(run, return_shape=True)(whole, batch)
-        closed = _with_equal_constants_once(_with_constants_of_no_mesh(closed))
+        closed = with_equal_constants_once(_with_constants_of_no_mesh(closed))
         invars = iter(closed.jaxpr.invars)
         tree = jax.tree.structure(whole)
         count = tree.num_leaves
@@ -141,7 +150,7 @@ def _with_constants_of_no_mesh(closed: Any) -> Any:
     return closed.replace(consts=[free(value) for value in closed.consts])
 
 
-def _with_equal_constants_once(closed: Any) -> Any:
+def with_equal_constants_once(closed: Any) -> Any:
     """The same with one variable for constants of equal values: Keras makes the step of a seed once
     more in every layer, and a model may make its mask in every block; blocks that differ in nothing
     else are equal."""

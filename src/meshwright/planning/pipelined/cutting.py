@@ -6,13 +6,14 @@ import functools
 import math
 from dataclasses import replace
 
+from ...equal_layers import short_list
 from ...errors import PipelineError
 from ...layouts.mesh import Mesh
 from ...layouts.placement import Placement
-from ...program import Batch
+from ...program import Batch, Program
 from ...stages.deal import Deal
 from ...stages.pipeline import Pipeline
-from ...stages.staged import Staged
+from ...stages.staged import Staged, looped_over
 from ..abstract_step import AbstractStep
 from ..blocks import reduced
 from ..search.staged import AXIS, PipelinesOf
@@ -25,12 +26,12 @@ def pipelines_of(described: AbstractStep, batch: Batch) -> tuple[PipelinesOf | N
 
     The reason is empty for a model without equal blocks.
     """
-    repeats, _ = reduced(described, 2)
-    if repeats is None:
-        return None, ""
     program = replace(described.program, example=batch)
     # Two stages, whatever the search tries: what is read here is the same for any number of them.
     placement = Placement.of(Mesh({AXIS: 2}), batch=None, unmatched="replicate")
+    repeats, _ = reduced(described, 2)
+    if repeats is None:
+        return None, _loop(program, placement)
     try:
         staged = Staged.of(program, placement, Pipeline(AXIS, 1))
     except PipelineError as error:
@@ -50,6 +51,17 @@ def pipelines_of(described: AbstractStep, batch: Batch) -> tuple[PipelinesOf | N
     total = min(repeats.count, staged.dealt.count)
     cut = Cut(total, with_blocks, row_bytes, staged.flops, staged.may_share_loss)
     return functools.partial(pipelines, cut), ""
+
+
+def _loop(program: Program, placement: Placement) -> str:
+    """Why nothing is cut of a model whose layers are a loop; empty for another."""
+    wholes = () if program.own_step is not None else looped_over(program, placement)
+    if not wholes:
+        return ""
+    return (
+        f"the layers are a loop over stacked weights ({short_list(wholes)}). mw.Pipeline cuts it, "
+        "but it is not planned; write the layers one after the other to have pipelines planned"
+    )
 
 
 def _rows(batch: Batch) -> int:

@@ -79,6 +79,11 @@ def staged_assignment(
     stages = placement.mesh[pipeline.axis]
     repeats, reason = reduced(unstaged(described), 2)
     deal = staged.dealt
+    if any(stack.is_whole for stack in staged.stacking.params):
+        raise LayoutError(
+            "its layers are a loop over stacked weights, for which there is no estimate of a "
+            "pipeline. Have the step compiled, or write the layers one after the other."
+        )
     if repeats is None or not isinstance(deal, Deal):
         raise LayoutError(
             f"its stages are not runs of equal blocks{f': {reason}' if reason else ''}. Have the "

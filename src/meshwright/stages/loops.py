@@ -1,0 +1,168 @@
+"""Loops over layers, written out: a pipeline is cut between copies of what a loop repeats.
+
+JAX models of many equal layers keep their weights stacked, and go through them by ``jax.lax.scan``,
+one equation, in which no stage can begin or end, or by a loop of Python. Written out, each layer
+reads entries of the weights, which are arguments here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import _compat
+from ..jaxprs.primitives import opened
+from .traced import Traced, Var, needed, with_equal_constants_once
+
+_SAME_ENTRIES = frozenset(("convert_element_type", "copy", "copy_p"))
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """A stacked array as its entries."""
+
+    values: tuple[Any, ...]
+
+
+def without_loops(traced: Traced) -> Traced | None:
+    """The same loss with loops over weights written out, or ``None`` if there are none."""
+    import jax
+
+    jaxpr = traced.closed.jaxpr
+    params = {var: var for var, (part, _) in traced.arguments.items() if part == "params"}
+    taken: dict[Var, set[int]] = {}
+    stacked = _looped_over(jaxpr, params, taken)
+    stacked |= {var for var, numbers in taken.items() if len(numbers) == var.aval.shape[0] > 1}
+    if not stacked:
+        return None
+    names, shapes, entries = list[Any](), list[Any](), dict[str, tuple[str, int]]()
+    for var in jaxpr.invars:
+        part, path = traced.arguments[var]
+        dims, count = var.aval.shape, 1
+        if var in stacked:
+            count, *dims = dims
+            paths = [entry_path(path, number) for number in range(count)]
+            entries |= {of: (path, number) for number, of in enumerate(paths)}
+            names += [(part, of) for of in paths]
+        else:
+            names.append((part, path))
+        shapes += [jax.ShapeDtypeStruct(tuple(dims), var.aval.dtype)] * count
+
+    def run(*flat: Any) -> list[Any]:
+        values = iter(flat)
+        arguments = [
+            _Entries(tuple(next(values) for _ in range(var.aval.shape[0])))
+            if var in stacked
+            else next(values)
+            for var in jaxpr.invars
+        ]
+        return _evaluated(traced.closed, arguments)
+
+    closed = with_equal_constants_once(jax.make_jaxpr(run)(*shapes))
+    eqns = closed.jaxpr.eqns
+    kept = [eqns[number] for number in sorted(needed(eqns, closed.jaxpr.outvars))]
+    closed = closed.replace(jaxpr=closed.jaxpr.replace(eqns=kept))
+    tree = jax.tree.structure((traced.loss, *map(dict, traced.results)))
+    loss, *results = jax.tree.unflatten(tree, closed.jaxpr.outvars)
+    arguments = dict(zip(closed.jaxpr.invars, names, strict=True))
+    return replace(Traced(closed, arguments, loss, *results), entries=entries)
+
+
+def entry_path(path: str, number: int) -> str:
+    """A name for an entry of a stacked variable.
+
+    >>> entry_path("layers/attention/kernel", 3)
+    'layers/attention[3]/kernel'
+    """
+    layer, _, name = path.rpartition("/")
+    return f"{layer}[{number}]/{name}" if layer else f"{path}[{number}]"
+
+
+def _looped_over(
+    jaxpr: Any, of: Mapping[Var, Var], taken: MutableMapping[Var, set[int]]
+) -> set[Var]:
+    """Which parameters loops take entry by entry; ``of`` are variables with those they are. What
+    is taken of a parameter by slices of one entry, as loops of Python do, is put into ``taken``."""
+    of, result = dict(of), set[Var]()
+    for eqn in jaxpr.eqns:
+        known = [None if hasattr(atom, "val") else of.get(atom) for atom in eqn.invars]
+        if eqn.primitive.name == "scan":
+            result |= set(known[sum(_compat.scan_counts(eqn)) :]) - {None}
+        elif eqn.primitive.name in _SAME_ENTRIES and known[0] is not None:
+            of[eqn.outvars[0]] = known[0]
+        elif (number := _entry_taken(eqn)) is not None and known[0] is not None:
+            taken.setdefault(known[0], set()).add(number)
+        elif eqn.primitive.name == "jit":
+            inner = opened(eqn.params["jaxpr"])
+            pairs = zip(inner.invars, known, strict=True)
+            known_inside = {var: root for var, root in pairs if root is not None}
+            result |= _looped_over(inner, known_inside, taken)
+    return result
+
+
+def _entry_taken(eqn: Any) -> int | None:
+    """Which entry alone an equation slices out of an array, if it does."""
+    if eqn.primitive.name != "slice" or len(eqn.params["start_indices"]) < 1:
+        return None
+    (first, *starts), (limit, *limits) = eqn.params["start_indices"], eqn.params["limit_indices"]
+    is_one = limit == first + 1 and set(eqn.params["strides"] or (1,)) == {1}
+    rest_is_whole = not any(starts) and tuple(limits) == eqn.invars[0].aval.shape[1:]
+    return first if is_one and rest_is_whole else None
+
+
+def _evaluated(closed: Any, arguments: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr, some arguments of which are entries."""
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values |= zip(jaxpr.invars, arguments, strict=True)
+    for eqn in jaxpr.eqns:
+        read = [atom.val if hasattr(atom, "val") else values[atom] for atom in eqn.invars]
+        values |= zip(eqn.outvars, _results(eqn, read), strict=True)
+    return [_whole(atom.val if hasattr(atom, "val") else values[atom]) for atom in jaxpr.outvars]
+
+
+def _results(eqn: Any, read: Sequence[Any]) -> list[Any]:
+    import jax
+
+    if not any(isinstance(value, _Entries) for value in read):
+        return _compat.evaluate(eqn, list(read))
+    if eqn.primitive.name in _SAME_ENTRIES:
+        return [_Entries(tuple(_compat.evaluate(eqn, [one])[0] for one in read[0].values))]
+    if (number := _entry_taken(eqn)) is not None:
+        return [read[0].values[number][None]]
+    if eqn.primitive.name == "jit":
+        return _evaluated(eqn.params["jaxpr"], read)
+    if eqn.primitive.name == "scan":
+        scope = str(eqn.source_info.name_stack)
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+            return _written_out(eqn, read)
+    return _compat.evaluate(eqn, list(map(_whole, read)))
+
+
+def _written_out(eqn: Any, read: Sequence[Any]) -> list[Any]:
+    """The results of a loop, step by step."""
+    import jax.numpy as jnp
+
+    length, body = eqn.params["length"], eqn.params["jaxpr"]
+    first, carried = _compat.scan_counts(eqn)
+    constants, carry = list(map(_whole, read[:first])), list(map(_whole, read[first:][:carried]))
+    by_step = [_entries(value, length) for value in read[first + carried :]]
+    rows: list[list[Any]] = [[] for _ in range(length)]
+    for step in range(length)[:: -1 if eqn.params["reverse"] else 1]:
+        results = _evaluated(body, [*constants, *carry, *(of[step] for of in by_step)])
+        carry, rows[step] = results[:carried], results[carried:]
+    return [*carry, *(jnp.stack(of) for of in zip(*rows, strict=True))]
+
+
+def _entries(value: Any, length: int) -> Sequence[Any]:
+    if isinstance(value, _Entries):
+        return value.values
+    return [value[number] for number in range(length)]
+
+
+def _whole(value: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.stack(value.values) if isinstance(value, _Entries) else value
