@@ -93,6 +93,27 @@ def buffers_on_tpu(graph: Graph, keeps: bool, kind: str = "") -> tuple[Buffer, .
     return tuple(_OnTpu(graph, facts_of(graph), keeps, kind not in _SCARCE).buffers())
 
 
+def is_turn(operation: Operation) -> bool:
+    """Whether it takes what one turn of a loop reads out of a stacked array."""
+    return operation.kind == "scan" and bool(operation.whole)
+
+
+def _begins_of_loops(graph: Graph) -> dict[int, int]:
+    """Where the loops begin that stack results: an array is there from the first turn on."""
+    begins, latest = dict[int, int](), dict[int, int]()
+    for place, operation in enumerate(graph.operations):
+        before = graph.operations[place - 1] if place else operation
+        if is_turn(operation):
+            if not (is_turn(before) and before.times == operation.times):
+                latest[operation.times] = place
+        elif operation.kind == "scan" and operation.operands:
+            (operand, *_), (result, *_) = operation.operands, operation.results
+            ranks = [len(graph.tensors[t].shape) for t in (operand, result)]
+            if ranks[1] > ranks[0] and operation.times in latest:
+                begins[place] = latest[operation.times]
+    return begins
+
+
 class _Fusion:
     """Who reads which array, with views of an array taken for the array itself."""
 
@@ -161,8 +182,10 @@ class _Fusion:
         for place in self.places:
             if self._is_run(place) or any(t in written for t in self._ops[place].results):
                 self._tell(place, written)
+        begins = _begins_of_loops(self._graph)
         for buffer in written.values():
             self._finish(buffer)
+            buffer.start = begins.get(buffer.start, buffer.start)
             yield buffer
 
     def _tell(self, place: int, written: dict[int, Buffer]) -> None:
@@ -259,11 +282,14 @@ class _OnCpu(_Fusion):
                 yield Buffer(self._ops[sums[-1]].results[0], self._maker[o], sums)
 
     def depths(self) -> dict[int, int]:
-        """The length of the longest way to each operation."""
+        """The length of the longest way to each operation; a loop begins after all before it."""
         depths: dict[int, int] = {}
+        deepest = 0
         for place in self.places:
             before = [self._maker[t] for t in self._operands(place) if t in self._maker]
-            depths[place] = max((depths[earlier] + 1 for earlier in before), default=0)
+            depth = max((depths[earlier] + 1 for earlier in before), default=0)
+            depths[place] = max(depth, deepest) if is_turn(self._ops[place]) else depth
+            deepest = max(deepest, depths[place])
         return depths
 
     def _unspread(self, t: int) -> int:
