@@ -238,7 +238,8 @@ def test_what_needs_equal_blocks_is_refused_with_a_way_out_and_a_loop_is_warned_
 
     def loop(params: Any, x: Any) -> Any:
         x = jnp.sin(x @ params["first"])
-        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0].mean()
+        layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        return jax.lax.scan(layer, x, params["layers"], reverse=True)[0].mean()
 
     params = {"first": np.ones([4, 4], "float32"), "layers": np.ones([8, 4, 4], "float32")}
     program = mw.jax_program(loop, params, optax.sgd(0.1), batch=np.ones([8, 4], "float32"))

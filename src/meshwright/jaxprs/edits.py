@@ -10,6 +10,12 @@ from .primitives import CHECKPOINTS
 
 Edit = Callable[[Any], Any]  # of an open jaxpr
 
+
+def unchanged(jaxpr: Any) -> Any:
+    """The edit that changes nothing."""
+    return jaxpr
+
+
 _WITH_INNER = CHECKPOINTS | {"jit", "scan"}
 
 
@@ -20,7 +26,7 @@ def edited(function: Callable[..., Any], edit: Edit) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        changed = closed.replace(jaxpr=_throughout(closed.jaxpr, edit))
+        changed = closed.replace(jaxpr=throughout(closed.jaxpr, edit))
         results = jaxpr_as_fun(changed)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -72,7 +78,8 @@ def constraint_on(value: Any, mesh: Any, entries: Sequence[Any], like: Any) -> A
     return eqn.replace(invars=[value], source_info=like.source_info)
 
 
-def _throughout(jaxpr: Any, edit: Edit) -> Any:
+def throughout(jaxpr: Any, edit: Edit) -> Any:
+    """An open jaxpr edited, inner jaxprs too."""
     changed = edit(jaxpr)
     return changed.replace(eqns=[_inside(eqn, edit) for eqn in changed.eqns])
 
@@ -83,6 +90,6 @@ def _inside(eqn: Any, edit: Edit) -> Any:
     if inner is None:
         return eqn
     closed = hasattr(inner, "jaxpr")
-    changed = _throughout(inner.jaxpr if closed else inner, edit)
+    changed = throughout(inner.jaxpr if closed else inner, edit)
     changed = inner.replace(jaxpr=changed) if closed else changed
     return eqn.replace(params={**eqn.params, "jaxpr": changed})

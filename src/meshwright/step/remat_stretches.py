@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _compat
-from ..jaxprs.edits import jaxprs_inside
+from ..jaxprs.edits import Edit, jaxprs_inside, throughout, unchanged
 from ..jaxprs.flops import equation_flops
 from ..jaxprs.primitives import CONTROL_FLOW
 
@@ -83,13 +83,17 @@ class Equations:
         return tuple(eqn_before.outvars[0] for eqn_before in before if is_gather(eqn_before))
 
 
-def in_stretches(function: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
-    """``function(params, *others)`` of pytrees, computed in the stretches that it is cut into."""
+def in_stretches(
+    function: Callable[..., Any], cut: Cut, edit: Edit = unchanged
+) -> Callable[..., Any]:
+    """``function(params, *others)`` of pytrees, edited and computed in the stretches that it is cut
+    into."""
     import jax
 
     def run(params: Any, *others: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *others)
-        traced = Equations(closed.jaxpr, closed.jaxpr.invars[: len(jax.tree.leaves(params))])
+        edited = throughout(closed.jaxpr, edit)
+        traced = Equations(edited, edited.invars[: len(jax.tree.leaves(params))])
         leaves = jax.tree.leaves((params, *others))
         results = evaluated(traced, cut(traced), [*closed.consts, *leaves])
         return jax.tree.unflatten(jax.tree.structure(shapes), results)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..jaxprs.edits import Edit, unchanged
 from ..jaxprs.row_parts import Pieces, in_parts, scatter_parts, sum_narrow, sum_parts
 from ..layouts.layout import Layout
 from ..layouts.params import ParamInfo
@@ -16,6 +17,7 @@ from ..program import Arrays, Aux, Batch, Program, TrainState
 from .compressing import UNSENT, sum_compressed
 from .gradient import Gradient
 from .leaving import leaving_in_turn
+from .own_checkpoints import with_own_checkpoints
 from .platform import traced_for, traced_for_gpu
 from .remat import BY_BLOCK, blocks, policy_of, recomputing
 from .remat_stretches import GATHERED, Cut, Equations, Stretch, but_gathered, in_stretches
@@ -205,7 +207,8 @@ def shared(program: Program, sharing: Sharing, remat: str = "none") -> Program:
         def of_pieces(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
             return program.loss(sharing.gather(params), whole, batch, training)
 
-        return _in_turn(sharing, of_pieces, _cut_for(remat))(params, whole, batch)
+        edit = with_own_checkpoints if remat == "none" else unchanged
+        return _in_turn(sharing, of_pieces, _cut_for(remat), edit)(params, whole, batch)
 
     def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
         new, new_slots = program.update(sharing.share(params), sharing.share(grads), slots)
@@ -266,8 +269,10 @@ def _gathered(value: Any, whole: Any, shared: Any) -> Any:
     return gather(value)
 
 
-def _in_turn(sharing: Sharing, function: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
-    return function if sharing.level < 3 else in_stretches(function, cut)
+def _in_turn(
+    sharing: Sharing, function: Callable[..., Any], cut: Cut, edit: Edit = unchanged
+) -> Callable[..., Any]:
+    return function if sharing.level < 3 else in_stretches(function, cut, edit)
 
 
 def _cut_for(remat: str) -> Cut:
