@@ -46,6 +46,13 @@ def scanned_with_keys(params: Any, x: Any, keys: Any) -> Any:
     return net(params["layers"], x)
 
 
+def scanned_twice(params: Any, x: Any, keys: Any) -> Any:
+    """A loop over fewer weights comes first."""
+    body = lambda x, weights: (layer(weights, x), None)  # noqa: E731
+    x, _ = jax.lax.scan(lambda x, weight: (x + x * weight, None), x, params["scales"])
+    return jax.lax.scan(body, x, params["layers"])[0]
+
+
 def looped_in_python(params: Any, x: Any, keys: Any) -> Any:
     for number in range(LAYERS):
         weights = jax.tree.map(lambda stacked, number=number: stacked[number], params["layers"])
@@ -76,7 +83,8 @@ def program(net: Callable[[Any, Any, Any], Any]) -> mw.Program:
     def loss(params: Any, rows: Any, keys: Any) -> Any:
         return jnp.mean((net(params, rows, keys) @ params["head"]) ** 2)
 
-    params = {"layers": layers, "head": head}
+    params = {"layers": layers, "head": head, "scales": np.linspace(0.1, 0.3, 3 * WIDTH)}
+    params["scales"] = params["scales"].reshape(3, WIDTH).astype("float32")
     return mw.jax_program(loss, params, optax.sgd(0.1, momentum=0.9), batch=ROWS)
 
 
@@ -101,10 +109,11 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     ("net", "axes", "how"),
     [
         (scanned, {"stage": 2, "data": 2, "model": 2}, {"layouts": LAYOUTS}),
+        (scanned_twice, {"stage": 2, "data": 2, "model": 2}, {"layouts": LAYOUTS}),
         (scanned_with_keys, {"stage": 4, "data": 2}, {"zero": 1}),
         (looped_in_python, {"stage": 2, "data": 2}, {}),
     ],
-    ids=["scanned", "scanned with keys", "looped in Python"],
+    ids=["scanned", "scanned twice", "scanned with keys", "looped in Python"],
 )
 def test_a_loop_over_layers_is_cut_between_them(net: Any, axes: Any, how: Any) -> None:
     schedule = "zero_bubble" if net is looped_in_python else "1f1b"  # which is for equal blocks

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .signatures import signs_and_forms
+from .slices import reached
 
 LEAST = 4  # copies, below which all are compiled
 _TRIED = 12
@@ -221,11 +222,7 @@ class _Chain:
     @functools.cached_property
     def _of_params(self) -> set[Var]:
         """All that depends on parameters."""
-        result = set(self.params)
-        for eqn in self.jaxpr.eqns:
-            if any(not hasattr(atom, "val") and atom in result for atom in eqn.invars):
-                result.update(eqn.outvars)
-        return result
+        return reached(self.jaxpr.eqns, self.params)
 
     def _root(self, var: Var) -> Var:
         """The argument that a variable is a copy of, such as a weight cast before all blocks."""

@@ -16,8 +16,8 @@ from typing import Any
 
 from ..errors import PipelineError
 from ..jaxprs.flops import equation_flops
+from ..jaxprs.slices import variables
 from .line import Line
-from .traced import variables
 
 Var = Any
 _JOINS = 4  # equations at the end of a fork that may join its branches

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..jaxprs.slices import variables
 from .evaluating import evaluated
 from .line import slice_of
-from .traced import variables
 
 Var = Any
 

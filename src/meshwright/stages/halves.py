@@ -14,6 +14,7 @@ from typing import Any
 from .. import _compat
 from ..jaxprs.flops import equation_flops
 from ..jaxprs.primitives import TABLE, inner_jaxprs, opened
+from ..jaxprs.slices import reached, variables
 from ..jaxprs.walk import LOOPS
 
 Var = Any
@@ -62,7 +63,7 @@ class Halves:
         )
         self._of_params = self._backward.outs[: len(params)]
         self._of_x = self._backward.outs[len(params) :]
-        late = self._backward.reached(self._gradient)
+        late = reached(self._backward.eqns, self._gradient)
         late_values = {*self._gradient, *self._backward.made_for(self._of_x)} & late
         self._cut = self._backward.first_met(self._of_params, late_values)
 
@@ -103,9 +104,9 @@ class _Equations:
         traced = jax.make_jaxpr(function)(*shapes)
         closed = jax.make_jaxpr(lambda *flat: _inlined(traced, flat))(*shapes)
         jaxpr = closed.jaxpr
-        self.ins, self.outs, self._eqns = list(jaxpr.invars), list(jaxpr.outvars), jaxpr.eqns
+        self.ins, self.outs, self.eqns = list(jaxpr.invars), list(jaxpr.outvars), jaxpr.eqns
         self._constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        self._maker = {var: n for n, eqn in enumerate(self._eqns) for var in eqn.outvars}
+        self._maker = {var: n for n, eqn in enumerate(self.eqns) for var in eqn.outvars}
 
     def run(
         self, outputs: Sequence[Any], inputs: Sequence[Var], values: Sequence[Any]
@@ -113,7 +114,7 @@ class _Equations:
         """The values of variables, from those that are given."""
         value_of = {**self._constants, **dict(zip(inputs, values, strict=True))}
         for number in self._slice(outputs, value_of):
-            eqn = self._eqns[number]
+            eqn = self.eqns[number]
             read = [_value(value_of, atom) for atom in eqn.invars]
             value_of |= {
                 var: value
@@ -125,37 +126,29 @@ class _Equations:
     def costly(self, outputs: Iterable[Any]) -> list[Var]:
         """The variables that others are cheaply computed from, beside the arguments."""
         return self.first_met(
-            outputs, {v for e in self._eqns if not _is_cheap(e) for v in e.outvars}
+            outputs, {v for e in self.eqns if not _is_cheap(e) for v in e.outvars}
         )
 
     def first_met(self, outputs: Iterable[Any], stops: set[Var]) -> list[Var]:
         """Which of ``stops`` the equations for ``outputs`` read first."""
         result: dict[Var, None] = {}
         for number in (None, *self._slice(outputs, stops)):
-            read = outputs if number is None else self._eqns[number].invars
-            result |= dict.fromkeys(var for var in _variables(read) if var in stops)
+            read = outputs if number is None else self.eqns[number].invars
+            result |= dict.fromkeys(var for var in variables(read) if var in stops)
         return list(result)
 
     def made_for(self, outputs: Iterable[Any]) -> set[Var]:
         """All that is computed on the way to these variables."""
-        return {var for number in self._slice(outputs, ()) for var in self._eqns[number].outvars}
-
-    def reached(self, inputs: Iterable[Var]) -> set[Var]:
-        """All that depends on these variables."""
-        result = set(inputs)
-        for eqn in self._eqns:
-            if result.intersection(_variables(eqn.invars)):
-                result.update(eqn.outvars)
-        return result
+        return {var for number in self._slice(outputs, ()) for var in self.eqns[number].outvars}
 
     def _slice(self, outputs: Iterable[Any], stops: Iterable[Var]) -> list[int]:
         stops, numbers = set(stops), set[int]()
-        waiting = [var for var in _variables(outputs) if var not in stops]
+        waiting = [var for var in variables(outputs) if var not in stops]
         while waiting:
             number = self._maker.get(waiting.pop())
             if number is not None and number not in numbers:
                 numbers.add(number)
-                waiting += [v for v in _variables(self._eqns[number].invars) if v not in stops]
+                waiting += [v for v in variables(self.eqns[number].invars) if v not in stops]
         return sorted(numbers)
 
 
@@ -179,10 +172,6 @@ def _is_cheap(eqn: Any) -> bool:
 
 def _value(values: dict[Var, Any], atom: Any) -> Any:
     return atom.val if hasattr(atom, "val") else values[atom]
-
-
-def _variables(atoms: Iterable[Any]) -> list[Var]:
-    return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
 def _shape(atom: Any) -> Any:

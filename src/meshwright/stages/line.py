@@ -17,9 +17,10 @@ import numpy as np
 
 from ..errors import PipelineError
 from ..jaxprs.flops import equation_flops
+from ..jaxprs.slices import reached, variables
 from .evaluating import evaluated
 from .parts import listed
-from .traced import Traced, variables
+from .traced import Traced
 
 Var = Any
 
@@ -46,7 +47,7 @@ class Line:
         statistics, counted = deps.changed()
         keys = {("state", path) for path in statistics}
         members = [var for var, key in traced.arguments.items() if key in keys]
-        in_tail = deps.reached(members)
+        in_tail = reached(deps.eqns, members)
         visible = variables([traced.loss, *traced.metrics.values(), *traced.logs.values()])
         if not in_tail.isdisjoint(visible):
             raise PipelineError(
@@ -271,15 +272,8 @@ class _Reach:
         for var, (part, _) in traced.arguments.items():
             by_part[part].add(var)
         self._params, self._batch = by_part["params"], by_part["batch"]
-        self.of_params = self.reached(self._params)
-        self._of_batch = self.reached(self._batch)
-
-    def reached(self, inputs: Iterable[Var]) -> set[Var]:
-        result = set(inputs)
-        for eqn in self.eqns:
-            if not result.isdisjoint(variables(eqn.invars)):
-                result.update(eqn.outvars)
-        return result
+        self.of_params = reached(self.eqns, self._params)
+        self._of_batch = reached(self.eqns, self._batch)
 
     def slice(self, outputs: Iterable[Any]) -> list[int]:
         return slice_of(self.eqns, self._maker, outputs, set())

@@ -14,7 +14,8 @@ from typing import Any
 
 from .. import _compat
 from ..jaxprs.primitives import opened
-from .traced import Traced, Var, needed, with_equal_constants_once
+from ..jaxprs.slices import Var, needed
+from .traced import Traced, with_equal_constants_once
 
 _SAME_ENTRIES = frozenset(("convert_element_type", "copy", "copy_p"))
 
@@ -27,14 +28,15 @@ class _Entries:
 
 
 def without_loops(traced: Traced) -> Traced | None:
-    """The same loss with loops over weights written out, or ``None`` if there are none."""
+    """The same loss with its loop over the most weights written out; ``None`` if it has none."""
     import jax
 
     jaxpr = traced.closed.jaxpr
     params = {var: var for var, (part, _) in traced.arguments.items() if part == "params"}
     taken: dict[Var, set[int]] = {}
-    stacked = _looped_over(jaxpr, params, taken)
-    stacked |= {var for var, numbers in taken.items() if len(numbers) == var.aval.shape[0] > 1}
+    loops = _looped_over(jaxpr, params, taken)
+    loops.append({var for var, at in taken.items() if len(at) == var.aval.shape[0] > 1})
+    stacked = max(loops, key=lambda loop: sum(var.aval.size for var in loop))
     if not stacked:
         return None
     names, shapes, entries = list[Any](), list[Any](), dict[str, tuple[str, int]]()
@@ -62,7 +64,7 @@ def without_loops(traced: Traced) -> Traced | None:
 
     closed = with_equal_constants_once(jax.make_jaxpr(run)(*shapes))
     eqns = closed.jaxpr.eqns
-    kept = [eqns[number] for number in sorted(needed(eqns, closed.jaxpr.outvars))]
+    kept = [eqns[number] for number in needed(eqns, closed.jaxpr.outvars)]
     closed = closed.replace(jaxpr=closed.jaxpr.replace(eqns=kept))
     tree = jax.tree.structure((traced.loss, *map(dict, traced.results)))
     loss, *results = jax.tree.unflatten(tree, closed.jaxpr.outvars)
@@ -82,14 +84,16 @@ def entry_path(path: str, number: int) -> str:
 
 def _looped_over(
     jaxpr: Any, of: Mapping[Var, Var], taken: MutableMapping[Var, set[int]]
-) -> set[Var]:
-    """Which parameters loops take entry by entry; ``of`` are variables with those they are. What
-    is taken of a parameter by slices of one entry, as loops of Python do, is put into ``taken``."""
-    of, result = dict(of), set[Var]()
+) -> list[set[Var]]:
+    """The parameters that each loop takes entry by entry; ``of`` are variables with those they are.
+    What is taken of a parameter by slices of one entry, as loops of Python do, is put into
+    ``taken``."""
+    of, result = dict(of), list[set[Var]]()
     for eqn in jaxpr.eqns:
         known = [None if hasattr(atom, "val") else of.get(atom) for atom in eqn.invars]
         if eqn.primitive.name == "scan":
-            result |= set(known[sum(_compat.scan_counts(eqn)) :]) - {None}
+            of_steps = known[sum(_compat.scan_counts(eqn)) :]
+            result.append({root for root in of_steps if root is not None})
         elif eqn.primitive.name in _SAME_ENTRIES and known[0] is not None:
             of[eqn.outvars[0]] = known[0]
         elif (number := _entry_taken(eqn)) is not None and known[0] is not None:
@@ -98,7 +102,7 @@ def _looped_over(
             inner = opened(eqn.params["jaxpr"])
             pairs = zip(inner.invars, known, strict=True)
             known_inside = {var: root for var, root in pairs if root is not None}
-            result |= _looped_over(inner, known_inside, taken)
+            result += _looped_over(inner, known_inside, taken)
     return result
 
 

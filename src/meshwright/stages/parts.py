@@ -19,8 +19,9 @@ from ..errors import PipelineError
 from ..jaxprs.flops import equation_flops
 from ..jaxprs.repeats import Run, repeated
 from ..jaxprs.signatures import signs_of
+from ..jaxprs.slices import Var, variables
 from .evaluating import evaluated
-from .traced import Traced, Var, variables
+from .traced import Traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -421,7 +422,8 @@ def _check_entries(
     if strange:
         raise PipelineError(
             f"a loop over {listed(sorted(strange))} is not supported in a pipeline: its steps must "
-            "be the equal blocks, from the first entry to the last, and nothing else may read them."
+            "be the equal blocks, from the first entry to the last, and nothing else may read what "
+            "they read. Write the layers one after the other."
         )
 
 

@@ -449,7 +449,7 @@ def _check_loop(count: int, placement: Placement, pipeline: Pipeline) -> None:
     if pipeline.repeats > 1:
         faults.append(f"repeats={pipeline.repeats} is not supported.")
     if pipeline.cuts is not None:
-        faults.append("cuts= is not supported: each stage has as many.")
+        faults.append("cuts= is not supported: each stage has the same number of layers.")
     if faults:
         raise PipelineError(
             f"the layers are a loop over stacked weights: {' '.join(faults)} Write them one after "

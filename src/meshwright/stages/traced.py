@@ -7,15 +7,15 @@ the way. Equal constants are one variable here, and keys can come first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from ..jaxprs.slices import Var, needed, variables
 from ..program import Aux, Batch, Program, TrainState
 
-Var = Any
 _COMPARED_BYTES = 2**26  # of a constant, at most, to be compared by its values
 _LITTLE_BYTES = 2**16  # of what each block may read from before all blocks
 
@@ -78,7 +78,7 @@ class Traced:
         eqns = self.closed.jaxpr.eqns
         late = {var for var, (part, _) in self.arguments.items() if part == "params"}
         first, rest = list[Any](), list[Any]()
-        for number in sorted(needed(eqns, self.closed.jaxpr.outvars)):
+        for number in needed(eqns, self.closed.jaxpr.outvars):
             eqn = eqns[number]
             is_late = not (
                 all(map(_is_little, eqn.outvars)) and late.isdisjoint(variables(eqn.invars))
@@ -110,16 +110,6 @@ class Traced:
         jaxpr = jaxpr.replace(eqns=list(eqns), constvars=[*jaxpr.constvars, *constants])
         consts = [*self.closed.consts, *values]
         return replace(self, closed=self.closed.replace(jaxpr=jaxpr, consts=consts))
-
-
-def needed(eqns: Sequence[Any], outputs: Iterable[Any]) -> set[int]:
-    """The numbers of the equations that these variables are computed by."""
-    wanted, numbers = set(variables(outputs)), set[int]()
-    for number in reversed(range(len(eqns))):
-        if not wanted.isdisjoint(eqns[number].outvars):
-            numbers.add(number)
-            wanted.update(variables(eqns[number].invars))
-    return numbers
 
 
 def _is_little(var: Var) -> bool:
@@ -178,7 +168,3 @@ def _key_of(value: Any) -> tuple[Any, ...]:
 
 def _with_share(program: Program, aux: Aux, share: float) -> Aux:
     return aux._replace(loss=aux.loss / share) if program.reduction == "sum" else aux
-
-
-def variables(atoms: Iterable[Any]) -> list[Var]:
-    return [atom for atom in atoms if not hasattr(atom, "val")]

@@ -16,6 +16,7 @@ from .. import _compat
 from ..jaxprs.edits import Edit, jaxprs_inside, throughout, unchanged
 from ..jaxprs.flops import equation_flops
 from ..jaxprs.primitives import CONTROL_FLOW
+from ..jaxprs.slices import variables
 
 Var = Any
 GATHERED = "gathered parameter"  # the name of what is not kept for the backward pass
@@ -121,11 +122,6 @@ def evaluated(traced: Equations, stretches: Sequence[Stretch], values: Sequence[
     _plainly(traced, traced.rest[at:], env)
     _make_early(traced.before(variables(jaxpr.outvars)), env)
     return [_value(atom, env) for atom in jaxpr.outvars]
-
-
-def variables(atoms: Iterable[Any]) -> list[Var]:
-    """The atoms that are not literals."""
-    return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
 def is_gather(eqn: Any) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...jaxprs.repeats import Run, Var
+from ...jaxprs.slices import variables
 from ...program import Program, TrainState
 from .marks import mark_of
 
@@ -37,11 +38,11 @@ def evaluated(closed: Any, results: Sequence[Var], args: Any, run: Run) -> list[
             numbered.append((number, eqn))
     values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
-    later = Counter(var for _, eqn in numbered for var in _variables(eqn.invars))
-    later.update(_variables(results))
+    later = Counter(var for _, eqn in numbered for var in variables(eqn.invars))
+    later.update(variables(results))
     for copy, part in itertools.groupby(numbered[::-1], lambda pair: run.copy_of(pair[0])):
         eqns = [eqn for _, eqn in part]
-        later.subtract(var for eqn in eqns for var in _variables(eqn.invars))
+        later.subtract(var for eqn in eqns for var in variables(eqn.invars))
         with contextlib.nullcontext() if copy is None else jax.named_scope(mark_of(copy)):
             _run(closed, eqns, values, later)
     return [result.val if hasattr(result, "val") else values[result] for result in results]
@@ -52,16 +53,12 @@ def _run(closed: Any, eqns: list[Any], values: dict[Var, Any], later: Counter[Va
     from jax.extend.core import jaxpr_as_fun
 
     outputs = [var for eqn in eqns for var in eqn.outvars]
-    inputs = dict.fromkeys(var for eqn in eqns for var in _variables(eqn.invars))
+    inputs = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
     inputs = [var for var in inputs if var not in set(outputs)]
     later_outputs = [var for var in outputs if later[var] > 0]
     part = closed.jaxpr.replace(constvars=[], invars=inputs, outvars=later_outputs, eqns=eqns)
     results = jaxpr_as_fun(closed.replace(jaxpr=part, consts=[]))(*(values[v] for v in inputs))
     values.update(zip(later_outputs, results, strict=True))
-
-
-def _variables(atoms: Iterable[Any]) -> list[Var]:
-    return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
 def _key(atom: Any) -> Any:

@@ -1,0 +1,44 @@
+"""What of a jaxpr's equations depends on what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Var = Any
+
+
+def variables(atoms: Iterable[Any]) -> list[Var]:
+    """The atoms that are not literals."""
+    return [atom for atom in atoms if not hasattr(atom, "val")]
+
+
+def reached(eqns: Iterable[Any], inputs: Iterable[Var]) -> set[Var]:
+    """All that depends on these variables, and they themselves.
+
+    >>> import jax
+    >>> jaxpr = jax.make_jaxpr(lambda x, y: (x + 1.0, x * y))(1.0, 2.0).jaxpr
+    >>> [var in reached(jaxpr.eqns, jaxpr.invars[1:]) for var in jaxpr.outvars]
+    [False, True]
+    """
+    result = set(inputs)
+    for eqn in eqns:
+        if not result.isdisjoint(variables(eqn.invars)):
+            result.update(eqn.outvars)
+    return result
+
+
+def needed(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[int]:
+    """The numbers of the equations that these variables are computed by, in order.
+
+    >>> import jax
+    >>> jaxpr = jax.make_jaxpr(lambda x: (x + 1.0, x * 2.0))(1.0).jaxpr
+    >>> needed(jaxpr.eqns, jaxpr.outvars[1:])
+    [1]
+    """
+    wanted, numbers = set(variables(outputs)), list[int]()
+    for number in reversed(range(len(eqns))):
+        if not wanted.isdisjoint(eqns[number].outvars):
+            numbers.append(number)
+            wanted.update(variables(eqns[number].invars))
+    return numbers[::-1]
