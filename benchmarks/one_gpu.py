@@ -1,15 +1,15 @@
 """Steps on one real GPU: beside what was predicted without it, and beside the same step by hand.
 
-    python benchmarks/one_gpu.py predict h100:1   # anywhere; compiles for a GPU that is absent
-    python benchmarks/one_gpu.py run              # where the GPU is; some minutes
+    python benchmarks/one_gpu.py predict            # anywhere; compiles for a GPU that is absent
+    python benchmarks/one_gpu.py run                # where the GPU is; some minutes
     python benchmarks/one_gpu.py run --only resnet_50 gpt2 --out here.json
-    python benchmarks/one_gpu.py keep here.json   # puts what ran beside what was predicted
-    python benchmarks/one_gpu.py table
+    python benchmarks/one_gpu.py keep here.json     # puts what ran beside what was predicted
+    python benchmarks/one_gpu.py table --chip h200  # of another GPU; all of them take --chip
 
 Each job runs in a process of its own, so that the peak that the device counts is its own. Batches
 are random: products of zeros take less power, and run faster. Peers are really run, in turn with
 ours, in that process: the step that someone writes in JAX by hand, and plain Keras' `fit`.
-Predictions need `pip install "meshwright[cuda]"`; `results/one_gpu.json` keeps both.
+Predictions need `pip install "meshwright[cuda]"`; `results/one_gpu_h100.json` keeps both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from report import RESULTS, machine
 
 import meshwright as mw  # before Keras: it settles KERAS_BACKEND=jax
 
-RESULT = RESULTS / "one_gpu.json"
+CHIP = "h100"
 ROUNDS, STEPS, EPOCHS = 5, 20, 3  # of each side, in turn
 TIMEOUT_S = 300
 ADAM = optax.adam(1e-4)
@@ -199,16 +199,17 @@ def strategy_of(job: Job, mesh: mw.Mesh) -> mw.Sharded:
 # Predicted
 
 
-def predict(target: str, names: list[str], hardware: mw.Hardware | None) -> None:
+def predict(chip: str, names: list[str], hardware: mw.Hardware | None) -> None:
+    target = f"{chip}:1"
     for name in names:
-        job, kept = JOBS[name], _kept()
+        job, kept = JOBS[name], _kept(chip)
         found = {
             "compiled": _dry_run(job, target, hardware, compile=True),
             "estimated": _dry_run(job, target, hardware, compile=False),
         }
         row = kept.setdefault(name, {"what": job.what, "predicted": {}})
         row["predicted"][target if hardware is None else f"{target} measured"] = found
-        _keep(kept)
+        _keep(chip, kept)
         print(name, json.dumps(found), flush=True)
 
 
@@ -358,30 +359,34 @@ def _keras(job: Job, model: Any, strategy: mw.Sharded, batch: Any) -> tuple[Side
 # Kept
 
 
-def _kept() -> dict[str, Any]:
-    return json.loads(RESULT.read_text()) if RESULT.exists() else {}
+def _result(chip: str) -> Path:
+    return RESULTS / f"one_gpu_{chip}.json"
 
 
-def _keep(rows: dict[str, Any]) -> None:
-    RESULT.write_text(json.dumps(rows, indent=2) + "\n")
+def _kept(chip: str) -> dict[str, Any]:
+    return json.loads(_result(chip).read_text()) if _result(chip).exists() else {}
 
 
-def keep(path: Path) -> None:
+def _keep(chip: str, rows: dict[str, Any]) -> None:
+    _result(chip).write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def keep(chip: str, path: Path) -> None:
     """Put what ran beside what was predicted."""
-    rows = _kept()
+    rows = _kept(chip)
     for name, found in json.loads(path.read_text()).items():
         rows.setdefault(name, {"what": JOBS[name].what, "predicted": {}})["measured"] = found
-    _keep(rows)
+    _keep(chip, rows)
 
 
-def table() -> str:
+def table(chip: str) -> str:
     """What is kept, in Markdown; predictions as shares of what was measured."""
     head = "| job | step, ms | published | measured rates | peak, GiB | predicted | peer |"
     lines = [head, "|---|---|---|---|---|---|---|"]
-    for row in _kept().values():
+    for row in _kept(chip).values():
         measured = row["measured"]
         published, calibrated = (
-            row["predicted"][name]["compiled"] for name in ("h100:1", "h100:1 measured")
+            row["predicted"][name]["compiled"] for name in (f"{chip}:1", f"{chip}:1 measured")
         )
         step_s, peak = measured["step_time_s"], measured["peak_bytes"]
         peer = measured.get("peer")
@@ -401,7 +406,8 @@ def table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("do", choices=["predict", "run", "job", "keep", "table"])
-    parser.add_argument("what", nargs="?", help="the target, the job, or the file that is kept")
+    parser.add_argument("what", nargs="?", help="the job, or the file that is kept")
+    parser.add_argument("--chip", default=CHIP, help="the GPU, as targets call it")
     parser.add_argument("--only", nargs="+", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--out", type=Path, default=Path("one_gpu.json"))
     parser.add_argument("--hardware", help="a file of mw.calibrate, measured on the GPU")
@@ -409,15 +415,15 @@ def main() -> None:
     match asked.do:
         case "predict":
             hardware = mw.load_hardware(asked.hardware) if asked.hardware else None
-            predict(asked.what or "h100:1", asked.only, hardware)
+            predict(asked.chip, asked.only, hardware)
         case "run":
             run(asked.only, asked.out)
         case "job":
             run_job(asked.what)
         case "keep":
-            keep(Path(asked.what))
+            keep(asked.chip, Path(asked.what))
         case "table":
-            print(table())
+            print(table(asked.chip))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How a server keeps up: batch-1 beside dynamic batching, and latency under open-loop arrivals.
 
-``python benchmarks/serving.py`` writes ``results/serving.json``. Requests of one row arrive by a
+``python benchmarks/serving.py`` writes ``results/serving.json``, and ``serving.py serving_h200``
+on another machine ``results/serving_h200.json``. Requests of one row arrive by a
 Poisson process, whether or not earlier ones were answered, so that waiting is not left out
 (coordinated omission). The engine is measured by itself, without HTTP.
 """
@@ -151,6 +152,7 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
         load_s = time.perf_counter() - begin_s
         gc.collect()
         gc.freeze()  # as `meshwright serve` does once it is ready
+        sys.setswitchinterval(0.0005)  # the same
         one, many = single.model(model.name), batching.model(model.name)
         row = one_row(one)
         bare = bare_calls(many, row)
@@ -184,6 +186,27 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
     }
 
 
+def beside_one_in_flight(build: Callable[[], keras.Model]) -> dict[str, float]:
+    """What it brings that an accelerator gets its next batch while it computes one."""
+    model = build()
+    with (
+        mw.Server(model, max_rows=MAX_ROWS) as several,
+        mw.Server(model, max_rows=MAX_ROWS, in_flight=1) as single,
+    ):
+        models: list[Any] = [several.model(model.name), single.model(model.name)]
+        row = one_row(models[0])
+        rounds = [[asyncio.run(closed_loop(m, row)) for m in models] for _ in range(ROUNDS)]
+        rates = [median([figures[n] for figures in rounds], 0) for n in range(2)]
+        half = [asyncio.run(open_loop(m, row, rates[1] / 2)) for m in models]
+    return {
+        "rows_per_s": rates[0],
+        "one_in_flight_rows_per_s": rates[1],
+        "ratio": rates[0] / rates[1],
+        "p99_ms": half[0]["p99_ms"],
+        "one_in_flight_p99_ms": half[1]["p99_ms"],
+    }
+
+
 def bare_calls(model: Any, row: dict[str, np.ndarray]) -> dict[int, Callable[[], Any]]:
     """The compiled function alone, by the rows of a batch; each waits for its outputs."""
     import jax
@@ -203,9 +226,12 @@ def bare_calls(model: Any, row: dict[str, np.ndarray]) -> dict[int, Callable[[],
 
 def main() -> None:
     rows = [measure(build) for build in (convolutional, bert)]
+    if keras.distribution.list_devices()[0].partition(":")[0] != "cpu":
+        for build, row in zip((convolutional, bert), rows, strict=True):
+            row["beside_one_in_flight"] = beside_one_in_flight(build)
     record = {"rows": rows, "machine": machine()}
     if "--dry" not in sys.argv:
-        save("serving", record)
+        save(sys.argv[1] if sys.argv[1:] else "serving", record)
     print(json.dumps(record, indent=2))
 
 

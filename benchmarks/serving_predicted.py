@@ -1,6 +1,7 @@
 """Throughput of each size of batch, as planned after ``mw.calibrate`` and as a server measures it.
 
-``python benchmarks/serving_predicted.py`` writes ``results/serving_predicted.json``. The machine is
+``python benchmarks/serving_predicted.py`` writes ``results/serving_predicted.json``, and on a GPU
+``serving_predicted.py h200:1`` writes ``results/serving_predicted_h200.json``. The machine is
 calibrated right before each model is planned and run, since what else runs counts in both. Batches
 are full, one after the other, on one device. Predictions are those of the compiled dry run and of
 the planner's model, which is all that there is without a compiler.
@@ -29,7 +30,9 @@ SECONDS = 4.0
 ASKED = 0.25  # of the measured throughput, that the prediction may be off
 
 
-def predicted(build: Callable[[], keras.Model], compile: bool) -> dict[int, float | None]:
+def predicted(
+    build: Callable[[], keras.Model], target: str, compile: bool
+) -> dict[int, float | None]:
     """Rows per second by size of batch."""
     with mw.abstract():
         model = build()
@@ -39,9 +42,9 @@ def predicted(build: Callable[[], keras.Model], compile: bool) -> dict[int, floa
         model,
         row,
         strategy=mw.Placement.of(mw.Mesh({"batch": 1}), batch="batch", unmatched="replicate"),
-        target="cpu:1",
+        target=target,
         rows=ROWS,
-        hardware=mw.calibrate("cpu:1"),
+        hardware=mw.calibrate(target),
         compile=compile,
     )
     return {batch.rows: batch.rows_per_s for batch in report.batches}
@@ -77,9 +80,9 @@ def perceptron() -> keras.Model:
 MODELS = (serving.convolutional, serving.bert, mobile_net, perceptron)
 
 
-def compared(build: Callable[[], keras.Model]) -> list[dict[str, Any]]:
-    compiled, found = predicted(build, compile=True), measured(build)
-    modelled = predicted(build, compile=False)
+def compared(build: Callable[[], keras.Model], target: str) -> list[dict[str, Any]]:
+    compiled, found = predicted(build, target, compile=True), measured(build)
+    modelled = predicted(build, target, compile=False)
     name = build().name
     return [
         {
@@ -96,11 +99,13 @@ def compared(build: Callable[[], keras.Model]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    rows = [row for build in MODELS for row in compared(build)]
+    target = next((text for text in sys.argv[1:] if ":" in text), "cpu:1")
+    rows = [row for build in MODELS for row in compared(build, target)]
     off = [abs(row["compiled_over_measured"] - 1) for row in rows]
     record = {"asked": ASKED, "largest_error": max(off), "rows": rows, "machine": machine()}
     if "--dry" not in sys.argv:
-        save("serving_predicted", record)
+        chip = target.partition(":")[0]
+        save("serving_predicted" if chip == "cpu" else f"serving_predicted_{chip}", record)
     print(json.dumps(record, indent=2))
 
 

@@ -279,12 +279,13 @@ def test_the_command_runs_the_step_on_virtual_devices(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "job_to_measure", raising=False)
-    monkeypatch.setattr(calibrate, "calibrate", lambda target: GUESS)
     command = ["dry-run", "job_to_measure:build", "--measure", "--target"]
-    result = CliRunner().invoke(main, [*command, "cpu:8"])
+    with monkeypatch.context() as patched:
+        patched.setattr(calibrate, "calibrate", lambda target: GUESS)
+        result = CliRunner().invoke(main, [*command, "cpu:8"])
     assert result.exit_code == 0, result.output
     assert "predicted for cpu:8, measured on cpu" in result.stdout
     assert "median of 10 steps" in result.stdout
     refused = CliRunner().invoke(main, [*command, "v5e:2x4"])
     assert refused.exit_code == 2
-    assert "needs a CPU target, such as cpu:8; received v5e:2x4" in refused.output
+    assert "v5e:2x4 cannot be measured here: JAX has" in refused.output

@@ -108,6 +108,56 @@ def test_what_waits_becomes_one_batch(gate: Gate) -> None:
     assert status.answers["answered"] == 5
 
 
+class Later:
+    """An output that an accelerator still computes, until the event is set."""
+
+    def __init__(self, value: Any, computed: threading.Event) -> None:
+        self.value, self.computed = value, computed
+        self.is_on_its_way = False
+
+    def copy_to_host_async(self) -> None:
+        self.is_on_its_way = True
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        assert self.is_on_its_way
+        assert self.computed.wait(20)
+        return np.asarray(self.value)
+
+
+def test_an_accelerator_gets_its_next_batch_while_it_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from meshwright.serving.forward import Forward
+
+    computed, started, real = threading.Event(), list[int](), Forward._started
+
+    def later(self: Forward, weights: Any, shape: Any, arrays: Any) -> list[Any]:
+        started.append(shape.rows)
+        return [Later(output, computed) for output in real(self, weights, shape, arrays)]
+
+    with serve(linear, buckets=[1, 2, 4]) as server:
+        assert server.model("f").forward.depth == 1  # CPUs share their cores
+    monkeypatch.setattr(Forward, "depth", 2)
+    with serve(linear, buckets=[1, 2, 4]) as server:
+        monkeypatch.setattr(Forward, "_started", later)
+        model = server.model("f")
+
+        async def run() -> list[Any]:
+            calls = []
+            for n in (1, 2, 4):
+                calls.append(asyncio.ensure_future(model.predict({"input": rows(n, n)})))
+                await asyncio.sleep(0.05)
+            assert started == [1, 2]  # the third waits until the first is answered
+            assert model.status().queued_rows == 4
+            computed.set()
+            return await asyncio.gather(*calls)
+
+        answers = asyncio.run(run())
+    for n, answer in zip((1, 2, 4), answers, strict=True):
+        expected = np.tanh(rows(n, n) @ PARAMS["w"])
+        np.testing.assert_allclose(answer.outputs["output"], expected, rtol=1e-5)
+
+
 def test_more_rows_than_a_batch_has_are_answered_by_one_version() -> None:
     with serve(linear, max_rows=4) as server:
         answer = server.answer({"input": rows(11)})

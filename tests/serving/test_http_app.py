@@ -374,7 +374,7 @@ def test_the_public_name():
 
 
 def test_a_mounted_app_says_that_its_models_did_not_start_and_tries_again(monkeypatch, caplog):
-    monkeypatch.setattr(app_module, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(app_module, "_AGAIN_S", 0.5)
     monkeypatch.setattr(LOGGER, "propagate", True)
     models = Failing(Linear())
     app = serving_app(models)
@@ -388,7 +388,7 @@ def test_a_mounted_app_says_that_its_models_did_not_start_and_tries_again(monkey
         first, refused = await ping(), await ping()
         assert "did not start" in refused.json["error"]
         models.fails = False
-        await asyncio.sleep(0.06)
+        await asyncio.sleep(0.55)
         await ping()
         return [first.status, refused.status, (await ping()).status]
 

@@ -99,7 +99,8 @@ _OF_STEPS = ("html", "trace", "measure", "save", "before", "tolerance")
 @option(
     "--measure",
     is_flag=True,
-    help="Also run the step on this machine and compare; for targets such as cpu:8.",
+    help="Also run the step on this machine and compare; for cpu:N, and for accelerators that are "
+    "here.",
 )
 @option(
     "--save",

@@ -13,7 +13,7 @@ from ..display.text.changes import changes_text
 from ..display.text.columns import Paragraphs
 from ..equivalence.cases import Case, case_of, setups
 from ..equivalence.finding import find_build
-from ..errors import BatchError, LayoutError, ModelError, PlanError, TargetError
+from ..errors import BatchError, LayoutError, ModelError, PlanError
 from ..frontends.dry_runs import dry_run
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh, create_mesh
@@ -63,21 +63,16 @@ def run(request: DryRunOptions, timeout_s: float, html_path: Path | None = None)
 def run_here(
     request: DryRunOptions, timeout_s: float, html_path: Path | None = None
 ) -> tuple[DryRun, Comparison]:
-    """The same for a CPU target, by the numbers of this machine, and beside it the step as it runs.
+    """The same by the numbers of this machine, and beside it the step as it runs here.
 
-    Raises :class:`~meshwright.TargetError` for other targets.
+    Raises :class:`~meshwright.TargetError` for GPUs and TPUs that are not here.
     """
     from ..frontends.measures import measure
     from ..targets.calibrate import calibrate
 
-    target = request.target
-    if target.platform != "cpu":
-        raise TargetError(
-            f"--measure needs a CPU target, such as cpu:8; received {target}. On that machine, "
-            "call mw.measure(...) after strategy.fit(...)."
-        )
     case = _case(request, here=True)
-    report = _saved(case.dry_run(timeout_s, hardware=calibrate(target)), html_path)
+    hardware = calibrate(request.target)
+    report = _saved(case.dry_run(timeout_s, hardware=hardware), html_path)
     strategy = case.strategy.on(create_mesh(dict(case.mesh.axes)))
     return report, report.beside(measure(case.model, case.batch, strategy=strategy))
 
@@ -165,8 +160,8 @@ def _case(request: DryRunOptions, here: bool = False) -> _Case:
     mesh = mesh or Mesh({"batch": target.num_devices})
     check_size(mesh, target)
     options = dict(options) if zero is None else {**options, "zero": zero}
-    if not _compat.jax_is_running():
-        # An accelerator that is here, or its driver, is not woken up.
+    if not _compat.jax_is_running() and not (here and target.platform != "cpu"):
+        # An accelerator that is here, or its driver, is woken up only to be measured.
         virtual_devices(target.num_devices if here else 1)
     case = built_case(build, layouts, options)
     setup = setups(case, [mesh.abstract()])[0]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 OF_THE_MODEL = (0.34, 0.91)
 # Times that were measured over those of dry runs, on calibrated CPUs: results/ranking.json.
 OF_DRY_RUNS = (0.74, 1.65)
-# The same by published speeds, on one H100: results/one_gpu.json.
+# The same by published speeds, on one H100: results/one_gpu_h100.json.
 BY_PUBLISHED = (0.9, 1.8)
 SIGNS: dict[Verdict | None, tuple[str, str]] = {  # of a verdict: a sign, and its kind on a page
     "fits": ("✓", "good"),

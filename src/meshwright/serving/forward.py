@@ -45,7 +45,6 @@ class Forward:
     ``None`` where they leave each other alone, which is read from the traced function.
     """
 
-    depth = 1  # batches that are under way at once
     is_split = False  # whether other processes compute a part of it that this one does not
 
     def __init__(self, source: Source) -> None:
@@ -74,6 +73,13 @@ class Forward:
     def is_alone(self) -> bool:
         """Whether no other process computes with this one."""
         return jax.process_count() == 1
+
+    @property
+    def depth(self) -> int:
+        """How many batches are under way at once: while an accelerator computes one, the host
+        prepares the next. CPUs would share their cores, and several processes keep one order.
+        """
+        return 2 if self.is_alone and not self.is_on_cpu else 1
 
     @property
     def typical(self) -> Shape:
@@ -162,6 +168,22 @@ class Forward:
 
     def __call__(self, weights: TrainState, shape: Shape, arrays: list[np.ndarray]) -> list[Any]:
         """The outputs of a batch as NumPy arrays, in order; compiles if need be."""
+        return [np.asarray(output) for output in self._started(weights, shape, arrays)]
+
+    def begun(
+        self, state: Any, shape: Shape, arrays: list[np.ndarray], version: str = ""
+    ) -> Callable[[], list[Any]]:
+        """Begin a batch, of weights of a version; what is returned gives its outputs."""
+        del version
+        if self.depth == 1:
+            return functools.partial(self, state, shape, arrays)
+        outputs = self._started(state, shape, arrays)
+        for output in outputs:
+            output.copy_to_host_async()
+        return lambda: [np.asarray(output) for output in outputs]
+
+    def _started(self, weights: TrainState, shape: Shape, arrays: list[np.ndarray]) -> list[Any]:
+        """The outputs on their devices, which may still compute them."""
         if shape not in self._compiled:
             self.compile([shape])
         compiled = self._compiled[shape]
@@ -173,14 +195,7 @@ class Forward:
                 outputs = compiled.call(weights.params, weights.state, batch)
                 if self.is_on_cpu:
                     jax.block_until_ready(outputs)
-        return [np.asarray(output) for output in jax.tree.leaves(outputs)]
-
-    def begun(
-        self, state: Any, shape: Shape, arrays: list[np.ndarray], version: str = ""
-    ) -> Callable[[], list[Any]]:
-        """Begin a batch, of weights of a version; what is returned gives its outputs."""
-        del version
-        return functools.partial(self, state, shape, arrays)
+        return jax.tree.leaves(outputs)
 
     def close(self) -> None:
         """End the threads that compute, if there are any; another batch begins them again."""
