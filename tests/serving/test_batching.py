@@ -135,10 +135,8 @@ def test_an_accelerator_gets_its_next_batch_while_it_computes(
         started.append(shape.rows)
         return [Later(output, computed) for output in real(self, weights, shape, arrays)]
 
-    with serve(linear, buckets=[1, 2, 4]) as server:
-        assert server.model("f").forward.depth == 1  # CPUs share their cores
-    monkeypatch.setattr(Forward, "depth", 2)
-    with serve(linear, buckets=[1, 2, 4]) as server:
+    monkeypatch.setattr(Forward, "is_on_cpu", False)
+    with serve(linear, buckets=[1, 2, 4], in_flight=2) as server:
         monkeypatch.setattr(Forward, "_started", later)
         model = server.model("f")
 

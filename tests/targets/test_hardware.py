@@ -79,7 +79,7 @@ def test_measured_rates_stand_beside_what_is_published():
     assert measured.rate("product_bfloat16", 1e15) < measured.peak("bfloat16")
     assert measured.rate("memory", 1e12) < measured.memory_bandwidth_bytes_per_s
     with pytest.raises(
-        mw.TargetError, match=r"no rates of v5e .* only of h100.*mw\.calibrate\('v5e:4x4'"
+        mw.TargetError, match=r"no rates of v5e .* only of h100, h200.*mw\.calibrate\('v5e:4x4'"
     ):
         hardware_of("v5e:4x4", measured=True)
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 OF_THE_MODEL = (0.34, 0.91)
 # Times that were measured over those of dry runs, on calibrated CPUs: results/ranking.json.
 OF_DRY_RUNS = (0.74, 1.65)
-# The same by published speeds, on one H100: results/one_gpu_h100.json.
-BY_PUBLISHED = (0.9, 1.8)
+# The same by published speeds, on one GPU: results/one_gpu_*.json.
+BY_PUBLISHED = (0.9, 2.2)
 SIGNS: dict[Verdict | None, tuple[str, str]] = {  # of a verdict: a sign, and its kind on a page
     "fits": ("✓", "good"),
     "may not fit": ("?", "maybe"),
@@ -66,13 +66,13 @@ def range_text(time_s: float, is_dry_run: bool, hardware: str, target: Target | 
     >>> range_text(0.1, is_dry_run=False, hardware="h100", target="h100:8")
     'dry runs in the benchmarks: 34 ms to 91 ms'
     >>> range_text(0.1, is_dry_run=True, hardware="h100", target="h100:8")
-    'measured on one H100, by published speeds: 90 ms to 180 ms'
+    'measured on an H100 and an H200, by published speeds: 90 ms to 220 ms'
     """
     kind = str(target).partition(":")[0]
     if not is_dry_run:
         who, (low, high) = "dry runs in the benchmarks", OF_THE_MODEL
     elif hardware == kind != "cpu":
-        who, (low, high) = "measured on one H100, by published speeds", BY_PUBLISHED
+        who, (low, high) = "measured on an H100 and an H200, by published speeds", BY_PUBLISHED
     else:
         who, (low, high) = "measured in the benchmarks", OF_DRY_RUNS
     return f"{who}: {seconds_text(low * time_s)} to {seconds_text(high * time_s)}"

@@ -45,6 +45,7 @@ class Forward:
     ``None`` where they leave each other alone, which is read from the traced function.
     """
 
+    depth = 1  # batches that are under way at once
     is_split = False  # whether other processes compute a part of it that this one does not
 
     def __init__(self, source: Source) -> None:
@@ -73,13 +74,6 @@ class Forward:
     def is_alone(self) -> bool:
         """Whether no other process computes with this one."""
         return jax.process_count() == 1
-
-    @property
-    def depth(self) -> int:
-        """How many batches are under way at once: while an accelerator computes one, the host
-        prepares the next. CPUs would share their cores, and several processes keep one order.
-        """
-        return 2 if self.is_alone and not self.is_on_cpu else 1
 
     @property
     def typical(self) -> Shape:
@@ -175,7 +169,7 @@ class Forward:
     ) -> Callable[[], list[Any]]:
         """Begin a batch, of weights of a version; what is returned gives its outputs."""
         del version
-        if self.depth == 1:
+        if self.is_on_cpu or not self.is_alone:  # CPUs share their cores, processes keep an order
             return functools.partial(self, state, shape, arrays)
         outputs = self._started(state, shape, arrays)
         for output in outputs:

@@ -34,7 +34,7 @@ class ServeOptions:
     finite: bool = False
     precision: Precision | None = None
     follow_s: float | None = None  # seconds between looks at the run's checkpoints
-    in_flight: int | None = None  # batches under way at once; None: as `Forward.depth` says
+    in_flight: int | None = None  # batches under way at once; None: 1, or one more than stages
 
     def __post_init__(self) -> None:
         faults = [
