@@ -92,10 +92,11 @@ CASES = {
     "perceptron": (perceptron, DATA, {}, {"zero": 1}, 0.05),
     "split": (transformer, BOTH, SPLIT, {}, 0.1),
     "pieces": (transformer, DATA, {}, {"zero": 3}, 0.1),
+    "pieces in a loop": (lambda: transformer(layers=4), DATA, {}, {"zero": 3}, 0.1),
 }
 FULL = [
     pytest.param(name, marks=pytest.mark.full)
-    for name in ("transformer", "split", "pieces", "loop")
+    for name in ("transformer", "split", "pieces", "loop", "pieces in a loop")
 ]
 
 

@@ -73,14 +73,17 @@ def jit_inlined(function: Callable[..., Any], **options: Any) -> Any:
     return jax.jit(function, inline=inline, **options)
 
 
-def written_out(closed: Any) -> Any:
-    """A closed jaxpr with the equations of functions that are jitted with ``inline=True`` in place
-    of their calls, which JAX 0.11 keeps until the program is lowered."""
-    import jax
+def is_inlined_late(eqn: Any) -> bool:
+    """Whether it calls a function that is jitted with ``inline=True``: JAX 0.11 keeps the call
+    until the program is lowered."""
+    how = getattr(eqn.params.get("inline"), "value", None)
+    return eqn.primitive.name == "jit" and how == "jax_late"
 
-    def is_inlined(eqn: Any) -> bool:
-        how = getattr(eqn.params.get("inline"), "value", None)
-        return eqn.primitive.name == "jit" and how == "jax_late"
+
+def written_out(closed: Any, is_inlined: Callable[[Any], bool] = is_inlined_late) -> Any:
+    """A closed jaxpr with the equations of some functions that are jitted in place of their
+    calls."""
+    import jax
 
     def run(of: Any, *args: Any) -> list[Any]:
         values = dict(

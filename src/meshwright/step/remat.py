@@ -81,7 +81,7 @@ def _blocks(traced: Equations, policy: Callable[..., Any] | None) -> list[Stretc
     parts: list[Stretch] = []
     start, works = 0, False
     for number, eqn in enumerate(traced.rest):
-        if eqn.primitive.name in _CUT_INSIDE and any(map(_is_mark, equations(eqn.params["jaxpr"]))):
+        if has_blocks(eqn):
             before = [Stretch(start, number, policy)] if works else []
             inside = functools.partial(_blocks, policy=policy)
             of_blocks = Stretch(number, number + 1, policy or policy_of("block"), inside=inside)
@@ -92,6 +92,12 @@ def _blocks(traced: Equations, policy: Callable[..., Any] | None) -> list[Stretc
             parts.append(Stretch(start, number + 1, policy))
             start, works = number + 1, False
     return parts
+
+
+def has_blocks(eqn: Any) -> bool:
+    """Whether it is a call or a loop with outputs of blocks inside."""
+    is_cut = eqn.primitive.name in _CUT_INSIDE
+    return is_cut and any(map(_is_mark, equations(eqn.params["jaxpr"])))
 
 
 def _is_mark(eqn: Any) -> bool:

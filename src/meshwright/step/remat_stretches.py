@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _compat
-from ..jaxprs.edits import Edit, jaxprs_inside, throughout, unchanged
+from ..jaxprs.edits import Edit, equations, jaxprs_inside, throughout, unchanged
 from ..jaxprs.flops import equation_flops
 from ..jaxprs.primitives import CONTROL_FLOW
 from ..jaxprs.slices import variables
@@ -85,21 +85,46 @@ class Equations:
 
 
 def in_stretches(
-    function: Callable[..., Any], cut: Cut, edit: Edit = unchanged
+    function: Callable[..., Any],
+    cut: Cut,
+    edit: Edit = unchanged,
+    in_loops: Callable[[Any, Sequence[Var]], Any] = lambda jaxpr, params: jaxpr,
+    writes_out: bool = False,
 ) -> Callable[..., Any]:
     """``function(params, *others)`` of pytrees, edited and computed in the stretches that it is cut
-    into."""
+    into.
+
+    ``in_loops`` is an edit of the whole function, which is given the variables of the parameters.
+    With ``writes_out`` jitted parts of it are cut, too.
+    """
     import jax
 
     def run(params: Any, *others: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *others)
+        if writes_out:
+            closed = _compat.written_out(closed, _has_layers)
         edited = throughout(closed.jaxpr, edit)
-        traced = Equations(edited, edited.invars[: len(jax.tree.leaves(params))])
+        of_params = edited.invars[: len(jax.tree.leaves(params))]
+        traced = Equations(in_loops(edited, of_params), of_params)
         leaves = jax.tree.leaves((params, *others))
         results = evaluated(traced, cut(traced), [*closed.consts, *leaves])
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
+
+
+def _has_layers(eqn: Any) -> bool:
+    """Whether it is a jitted part of a model, of several products or with a loop inside."""
+    import jax
+
+    if eqn.primitive.name != "jit":
+        return False
+    given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    if any(isinstance(sharding, jax.sharding.Sharding) for sharding in given):
+        return False
+    inside = [*equations(eqn.params["jaxpr"])]
+    products = sum(equation_flops(inner) != 0 for inner in inside)
+    return products > 1 or any(inner.primitive.name == "scan" for inner in inside)
 
 
 def evaluated(traced: Equations, stretches: Sequence[Stretch], values: Sequence[Any]) -> list[Any]:
@@ -122,6 +147,25 @@ def evaluated(traced: Equations, stretches: Sequence[Stretch], values: Sequence[
     _plainly(traced, traced.rest[at:], env)
     _make_early(traced.before(variables(jaxpr.outvars)), env)
     return [_value(atom, env) for atom in jaxpr.outvars]
+
+
+def gathered(value: Any, whole: Any, shared: Any) -> Any:
+    """The value gathered; its gradient is summed into pieces, never whole on one device.
+
+    ``whole`` and ``shared`` are shardings.
+    """
+    import jax
+    from jax.ad_checkpoint import checkpoint_name
+
+    @jax.custom_vjp
+    def gather(value: Any) -> Any:
+        return checkpoint_name(jax.lax.with_sharding_constraint(value, whole), GATHERED)
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        return (jax.lax.with_sharding_constraint(gradient, shared),)
+
+    gather.defvjp(lambda value: (gather(value), None), backward)
+    return gather(value)
 
 
 def is_gather(eqn: Any) -> bool:

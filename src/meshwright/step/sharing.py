@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,11 @@ from ..program import Arrays, Aux, Batch, Program, TrainState
 from .compressing import UNSENT, sum_compressed
 from .gradient import Gradient
 from .leaving import leaving_in_turn
+from .loop_gathers import gathering_in_loops
 from .own_checkpoints import with_own_checkpoints
 from .platform import traced_for, traced_for_gpu
-from .remat import BY_BLOCK, blocks, policy_of, recomputing
-from .remat_stretches import GATHERED, Cut, Equations, Stretch, but_gathered, in_stretches
+from .remat import BY_BLOCK, blocks, has_blocks, policy_of, recomputing
+from .remat_stretches import Cut, Equations, Stretch, but_gathered, gathered, in_stretches
 from .summing import GradientSum, sum_flat, way_of
 
 
@@ -82,7 +83,7 @@ class Sharing:
         return {
             path: value
             if self.whole[path] == self.shared[path]
-            else _gathered(value, self.whole[path].sharding, self.shared[path].sharding)
+            else gathered(value, self.whole[path].sharding, self.shared[path].sharding)
             for path, value in params.items()
         }
 
@@ -195,20 +196,20 @@ def shared(program: Program, sharing: Sharing, remat: str = "none") -> Program:
         return program
 
     def gathering(predict: Callable[..., Any]) -> Callable[..., Any]:
-        def gathered(params: Arrays, state: Arrays, inputs: Any, *modes: bool) -> Any:
+        def by_pieces(params: Arrays, state: Arrays, inputs: Any, *modes: bool) -> Any:
             def of_pieces(params: Arrays, state: Arrays, inputs: Any) -> Any:
                 return predict(sharing.gather(params), state, inputs, *modes)
 
             return _in_turn(sharing, of_pieces, where_read)(params, state, inputs)
 
-        return gathered
+        return by_pieces
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
         def of_pieces(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
             return program.loss(sharing.gather(params), whole, batch, training)
 
         edit = with_own_checkpoints if remat == "none" else unchanged
-        return _in_turn(sharing, of_pieces, _cut_for(remat), edit)(params, whole, batch)
+        return _in_turn(sharing, of_pieces, _cut_for(remat), edit, remat)(params, whole, batch)
 
     def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
         new, new_slots = program.update(sharing.share(params), sharing.share(grads), slots)
@@ -253,26 +254,29 @@ def with_shardings(
     }
 
 
-def _gathered(value: Any, whole: Any, shared: Any) -> Any:
-    """The value gathered; its gradient is summed into pieces, never whole on one device."""
-    import jax
-    from jax.ad_checkpoint import checkpoint_name
-
-    @jax.custom_vjp
-    def gather(value: Any) -> Any:
-        return checkpoint_name(jax.lax.with_sharding_constraint(value, whole), GATHERED)
-
-    def backward(_: None, gradient: Any) -> tuple[Any]:
-        return (jax.lax.with_sharding_constraint(gradient, shared),)
-
-    gather.defvjp(lambda value: (gather(value), None), backward)
-    return gather(value)
-
-
 def _in_turn(
-    sharing: Sharing, function: Callable[..., Any], cut: Cut, edit: Edit = unchanged
+    sharing: Sharing,
+    function: Callable[..., Any],
+    cut: Cut,
+    edit: Edit = unchanged,
+    remat: str = "none",
 ) -> Callable[..., Any]:
-    return function if sharing.level < 3 else in_stretches(function, cut, edit)
+    import jax
+
+    if sharing.level < 3:
+        return function
+    policy = but_gathered(jax.checkpoint_policies.everything_saveable)
+
+    def in_loops(jaxpr: Any, params: Sequence[Any]) -> Any:
+        layouts = [(sharing.whole[path], sharing.shared[path]) for path in sorted(sharing.whole)]
+        by_var = dict(zip(params, layouts, strict=True))
+
+        def keeps(loop: Any) -> Any:  # a loop whose blocks are computed again gathers again, too
+            return None if remat in BY_BLOCK and has_blocks(loop) else policy
+
+        return gathering_in_loops(jaxpr, by_var, sharing.axes, keeps)
+
+    return in_stretches(function, cut, edit, in_loops, writes_out=True)
 
 
 def _cut_for(remat: str) -> Cut:

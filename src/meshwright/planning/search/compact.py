@@ -73,7 +73,8 @@ class Move:
 class Work:
     """A kind of operation. ``reads`` and ``writes`` say which operands and results move bytes.
 
-    All that neither sums, gathers nor multiplies is of the kind "elementwise".
+    All that neither sums, gathers nor multiplies is of the kind "elementwise", but for what a loop
+    stacks, which is a "scan".
 
     ``units`` are those that its work is divided by, where they are split.
     """
@@ -256,7 +257,7 @@ class _Reader:
         operands = [piece_of[t] for t in operation.operands]
         simple = not (operation.flops or summed or whole or moved)
         return Work(
-            kind="elementwise" if simple else operation.kind,
+            kind="elementwise" if simple and operation.kind != "scan" else operation.kind,
             flops=operation.flops + (operation.between_groups if self.on_cpu else 0.0),
             dtype="" if simple else _DTYPES.get(max(sizes, default=4), "float32"),
             operands=tuple(sorted(set(reads) if simple else operands)),

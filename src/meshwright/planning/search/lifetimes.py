@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..graph import Graph
-from .buffers import Buffer, buffers_on_cpu, buffers_on_tpu
+from .buffers import Buffer, buffers_on_cpu, buffers_on_tpu, is_turn
 from .choices import Remat
 from .facts import Facts, facts_of
 
@@ -194,16 +194,21 @@ def _on_cpu(problem: Compact, zero: int, remat: Remat) -> Timeline:
     at = {place: when for when, place in enumerate(order)}
     end = max(len(order) - 1, 0)
     lifetimes = list(_resting(problem, facts, end))
+    in_pieces = _cast_in_pieces(graph, facts) if zero == 3 else frozenset[int]()
     for buffer in buffers:
+        if buffer.tensor in in_pieces:
+            continue
         kind, last = facts.kinds[buffer.tensor], max(map(at.__getitem__, buffer.reads), default=0)
         if kind == "gradient" and zero < 2:
             last = end  # all are summed over devices at once
         if kind not in ("update", *_RESTING):
             first = at[buffer.start]
             lifetime = Lifetime(problem.piece_of[buffer.tensor], first, max(first, last))
-            lifetimes += [lifetime] * buffer.copies
+            is_stacked = kind == "gradient" and graph.operations[buffer.start].kind == "scan"
+            moved = 2 if zero == 3 and is_stacked else 0  # from pieces of all layers to their own
+            lifetimes += [lifetime] * (buffer.copies + moved)
     if zero == 3:
-        lifetimes += _gathered(problem, facts, at)
+        lifetimes += _gathered(problem, facts, at, in_pieces)
     return Timeline(
         len(order),
         tuple(lifetimes),
@@ -223,21 +228,39 @@ def _ahead(depths: Sequence[int]) -> tuple[int, ...]:
     return tuple(np.searchsorted(steps, steps + _STEPS_OF_LOSS, side="right") - 1)
 
 
-def _gathered(problem: Compact, facts: Facts, at: Mapping[int, int]) -> Iterator[Lifetime]:
+def _cast_in_pieces(graph: Graph, facts: Facts) -> frozenset[int]:
+    """Casts of parameters that only loops over layers read: each device makes its piece."""
+    casts = {t for t, kind in enumerate(facts.kinds) if kind == "cast"}
+    others = {
+        t for operation in graph.operations if not is_turn(operation) for t in operation.operands
+    }
+    return frozenset(casts - others)
+
+
+def _gathered(
+    problem: Compact, facts: Facts, at: Mapping[int, int], in_pieces: frozenset[int]
+) -> Iterator[Lifetime]:
     """Parameters of level 3 as each device reads them, beside the part that it keeps.
 
     They are gathered once for the forward and once for the backward pass, and all at the start, as
-    nothing is to be waited for.
+    nothing is to be waited for. A loop over layers has a piece of every layer besides, and gathers
+    one at a time.
     """
     last: dict[tuple[int, bool], int] = {}
+    in_loops: dict[int, int] = {}
     for place, when in at.items():
         operation = problem.graph.operations[place]
         if all(facts.kinds[t] == "update" for t in operation.results):
+            continue
+        if is_turn(operation) or in_pieces.issuperset(operation.results):
+            in_loops |= {t: when for t in operation.operands if facts.kinds[t] == "parameter"}
             continue
         for t in operation.operands:
             if facts.kinds[t] == "parameter":
                 key = t, facts.is_forward[place]
                 last[key] = max(last.get(key, 0), when)
+    for t, when in in_loops.items():
+        yield Lifetime(problem.piece_of[t], 0, when)
     for (t, _), when in last.items():
         yield Lifetime(problem.gathered[problem.piece_of[t]], 0, when)
 

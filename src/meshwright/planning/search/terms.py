@@ -166,8 +166,10 @@ def room_bytes(lay: Lay, work: Work) -> Values:
             copied |= replicas_sharing(lay, piece) > 1
         if copied.any():
             total = total + np.where(copied, used_bytes(lay, piece, work), 0)
-    for place in work.results:
-        if pieces[place].kind == "gradient" and lay.choices.zero >= 2 and not _follows(lay, work):
+    for place in work.writes:
+        if pieces[place].kind != "gradient" or _is_by_layers(lay, work):
+            continue
+        if lay.choices.zero >= 2 and not _follows(lay, work):
             shared = replicas_sharing(lay, pieces[place]) > 1
             total = total + np.where(shared, used_bytes(lay, pieces[place], work), 0)
     return total
@@ -180,7 +182,12 @@ def _gathers(lay: Lay, work: Work) -> bool:
     """
     kinds = {lay.problem.pieces[place].kind for place in work.results}
     apart = lay.problem.platform == "cpu" or kinds == {"cast"} or _updates(lay, work)
-    return lay.choices.zero == 3 and not apart
+    return lay.choices.zero == 3 and not apart and not _is_by_layers(lay, work)
+
+
+def _is_by_layers(lay: Lay, work: Work) -> bool:
+    """Whether level 3 gathers, or scatters, one layer at a time of a stack that a loop reads."""
+    return lay.choices.zero == 3 and work.kind == "scan"
 
 
 def _follows(lay: Lay, work: Work) -> bool:
