@@ -125,9 +125,10 @@ def calibrate(target: Target | str = "cpu:8", *, timeout_s: float = 300.0) -> Ha
     answer = json.loads(done.stdout.splitlines()[-1])
     if "devices" in answer:
         raise TargetError(
-            f"{target} cannot be measured here: JAX has {answer['devices']}. Its published "
-            f"numbers are mw.hardware_of({str(target)!r}); for measured ones run mw.calibrate on "
-            "such a machine, keep to_toml() of the result, and read it here with mw.load_hardware."
+            f"{target} cannot be measured here: JAX has {answer['devices']}. On such a machine, "
+            f"`meshwright calibrate --target {target} --save FILE` measures it; --hardware FILE, "
+            "or mw.load_hardware, reads that file anywhere. Published numbers are in "
+            f"mw.hardware_of({str(target)!r})."
         )
     return hardware_from(target, answer)
 
