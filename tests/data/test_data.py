@@ -72,6 +72,20 @@ def test_a_fast_source_is_read_as_it_is_asked_for_and_starts_no_thread(
         assert not readers()
 
 
+def test_an_early_reader_is_one_item_ahead_and_gives_all_that_came_before_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshwright.data.ahead._SLOW_S", 1.0)
+    source, taken = Slow(5, fails_at=4, wait_s=0), 0
+    with pytest.raises(OSError, match="no number 4"):
+        for taken, number in enumerate(Ahead(early=True)(source()), 1):
+            assert number == taken - 1
+            assert len(source.read) == min(taken + 1, 4)
+    assert taken == 4
+    assert source.closed
+    assert not readers()
+
+
 def test_what_a_source_raises_comes_after_all_that_it_gave() -> None:
     source, result = Slow(9, fails_at=6), []
     with pytest.raises(OSError, match="no number 6"):

@@ -19,8 +19,9 @@ class Ahead:
     """Reads an iterator in a thread, at most ``number`` items ahead of the consumer.
 
     The thread starts only for a slow source: when two items in a row have taken more than 2 ms.
-    Until then each item is read on request. An error of the iterator is raised in place of its
-    item. Closing the generator stops the thread and waits for it.
+    Until then each item is read on request, or, with ``early``, one item before its time: its
+    arrays are on their way to a device that still computes. An error of the iterator is raised in
+    place of its item. Closing the generator stops the thread and waits for it.
 
     >>> import time
     >>> def slow():
@@ -32,8 +33,8 @@ class Ahead:
     ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
     """
 
-    def __init__(self, number: int = AHEAD) -> None:
-        self._number = number
+    def __init__(self, number: int = AHEAD, *, early: bool = False) -> None:
+        self._number, self._early = number, early
         self._slow_reads = 0
 
     @property
@@ -44,18 +45,37 @@ class Ahead:
     def __call__(self, items: Iterator[T]) -> Generator[T, None, None]:
         """The same items."""
         try:
-            while not self.reads_in_thread:
-                began_s = time.perf_counter()
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
-                is_slow = time.perf_counter() - began_s > _SLOW_S
-                self._slow_reads = self._slow_reads + 1 if is_slow else 0
-                yield item
-            yield from _in_thread(items, self._number)
+            here = self._read_here(items)
+            yield from _one_early(here) if self._early else here
+            if self.reads_in_thread:
+                yield from _in_thread(items, self._number)
         finally:
             _close(items)
+
+    def _read_here(self, items: Iterator[T]) -> Iterator[T]:
+        """Items until the source turns out to be slow."""
+        while not self.reads_in_thread:
+            began_s = time.perf_counter()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            is_slow = time.perf_counter() - began_s > _SLOW_S
+            self._slow_reads = self._slow_reads + 1 if is_slow else 0
+            yield item
+
+
+def _one_early(items: Iterator[T]) -> Iterator[T]:
+    """Each item when the next one has been read, or has failed."""
+    early: list[T] = []
+    try:
+        for item in items:
+            yield from early
+            early = [item]
+    except Exception:
+        yield from early
+        raise
+    yield from early
 
 
 def _in_thread(items: Iterator[T], number: int) -> Iterator[T]:

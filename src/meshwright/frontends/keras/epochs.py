@@ -79,8 +79,10 @@ class Epochs:
         self._row_wise: RowWise | None = None
         self._rows_of_full = 0
         self._warned = False
-        # Processes that wait for each other at each batch do so between the same steps.
-        self._ahead = Ahead(0) if isinstance(data.x, OwnBatches) else Ahead()
+        # Processes that wait for each other at each batch do so between the same steps; the next
+        # item of a generator may depend on what was learned from this one.
+        waits = isinstance(data.x, OwnBatches)
+        self._ahead = Ahead(0) if waits else Ahead(early=self._is_array)
         self._peeked: tuple[list[Any], Iterator[Any]] | None = None
         self.first_facts: dict[str, str] = {}  # of the first batch that chunks() has read
 
