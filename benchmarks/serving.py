@@ -2,7 +2,7 @@
 
 ``python benchmarks/serving.py`` writes ``results/serving.json``, and ``serving.py serving_h200``
 on another machine ``results/serving_h200.json``; ``--in-flight`` compares ``in_flight=2`` on an
-accelerator. Requests of one row arrive by a Poisson process, whether or not earlier ones were
+accelerator in ``results/serving_in_flight.json``. Requests of one row arrive by a Poisson process, whether or not earlier ones were
 answered, so that waiting is not left out (coordinated omission). The engine is measured by itself,
 without HTTP.
 """
@@ -56,6 +56,18 @@ def bert() -> keras.Model:
         y = layers.Dense(128)(layers.Dense(512, "gelu")(x))
         x = layers.LayerNormalization()(x + y)
     return keras.Model(ids, layers.Dense(2, name="class")(x[:, 0]), name="bert")
+
+
+def bert_base() -> keras.Model:
+    """BERT-base over 256 tokens: batches that keep an accelerator busy."""
+    ids = keras.Input([256], dtype="int32", name="ids")
+    x: Any = layers.Embedding(8192, 768)(ids)
+    for _ in range(12):
+        y = layers.MultiHeadAttention(12, 64)(x, x)
+        x = layers.LayerNormalization()(x + y)
+        y = layers.Dense(768)(layers.Dense(3072, "gelu")(x))
+        x = layers.LayerNormalization()(x + y)
+    return keras.Model(ids, layers.Dense(2, name="class")(x[:, 0]), name="base")
 
 
 def one_row(model: Any) -> dict[str, np.ndarray]:
@@ -187,24 +199,30 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
     }
 
 
-def beside_one_in_flight(build: Callable[[], keras.Model]) -> dict[str, float]:
+def beside_one_in_flight(build: Callable[[], keras.Model], share: float = 0.4) -> dict[str, Any]:
     """What ``in_flight=2`` brings: an accelerator gets its next batch while it computes one."""
     model = build()
     with (
-        mw.Server(model, max_rows=MAX_ROWS, in_flight=2) as several,
-        mw.Server(model, max_rows=MAX_ROWS) as single,
+        mw.Server(model, buckets=[MAX_ROWS], in_flight=2) as two,
+        mw.Server(model, buckets=[MAX_ROWS]) as one,
     ):
-        models: list[Any] = [several.model(model.name), single.model(model.name)]
-        row = one_row(models[0])
-        rounds = [[asyncio.run(closed_loop(m, row)) for m in models] for _ in range(ROUNDS)]
-        rates = [median([figures[n] for figures in rounds], 0) for n in range(2)]
-        half = [asyncio.run(open_loop(m, row, rates[1] / 2)) for m in models]
+        models: dict[str, Any] = {"two": two.model(model.name), "one": one.model(model.name)}
+        row = one_row(models["one"])
+        (alone_s,) = in_turn(lambda: models["one"].answer(row), seconds=1.0)
+        rounds = [
+            {name: asyncio.run(closed_loop(m, row))[0] for name, m in models.items()}
+            for _ in range(ROUNDS)
+        ]
+        rows_per_s = float(np.median([figures["one"] for figures in rounds]))
+        loads = {
+            name: asyncio.run(open_loop(m, row, share * rows_per_s)) for name, m in models.items()
+        }
     return {
-        "rows_per_s": rates[0],
-        "one_in_flight_rows_per_s": rates[1],
-        "ratio": rates[0] / rates[1],
-        "p99_ms": half[0]["p99_ms"],
-        "one_in_flight_p99_ms": half[1]["p99_ms"],
+        "model": model.name,
+        "alone_ms": 1e3 * alone_s,
+        "rows_per_s": rounds,
+        "ratio": float(np.median([figures["two"] / figures["one"] for figures in rounds])),
+        "loads": loads,
     }
 
 
@@ -227,7 +245,9 @@ def bare_calls(model: Any, row: dict[str, np.ndarray]) -> dict[int, Callable[[],
 
 def main() -> None:
     if "--in-flight" in sys.argv:
-        print(json.dumps([beside_one_in_flight(build) for build in (convolutional, bert)]))
+        record = {"rows": [beside_one_in_flight(bert_base)], "machine": machine()}
+        save("serving_in_flight", record)
+        print(json.dumps(record, indent=2))
         return
     rows = [measure(build) for build in (convolutional, bert)]
     record = {"rows": rows, "machine": machine()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,10 +31,15 @@ def port() -> Iterator[int]:
         yield port
 
 
+def triton_over_http() -> Any:
+    pytest.importorskip("geventhttpclient", reason=HOW)  # without it that module cannot be imported
+    return pytest.importorskip("tritonclient.http", reason=HOW)
+
+
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("binary", [True, False])
 def test_triton(port, binary, compression):
-    triton = pytest.importorskip("tritonclient.http", reason=HOW)
+    triton = triton_over_http()
     client = triton.InferenceServerClient(f"127.0.0.1:{port}")
     assert client.is_server_ready()
     assert client.is_model_ready("linear", "1")
@@ -52,7 +58,7 @@ def test_triton(port, binary, compression):
 
 
 def test_triton_shows_why_a_request_is_refused(port):
-    triton = pytest.importorskip("tritonclient.http", reason=HOW)
+    triton = triton_over_http()
     client = triton.InferenceServerClient(f"127.0.0.1:{port}")
     tensor = triton.InferInput("x", [1, 3], "FP32")
     tensor.set_data_from_numpy(np.zeros([1, 3], np.float32))

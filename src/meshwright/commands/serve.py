@@ -101,7 +101,7 @@ _SECONDS = click.FloatRange(0, min_open=True)
 @option(
     "--in-flight",
     type=click.IntRange(1),
-    help="Batches under way in stages.  [default: one more than stages]",
+    help="Batches under way at once.  [default: 1, or one more than stages]",
 )
 @option("--queue-rows", type=click.IntRange(1), help="Rows that may wait; more are refused (429).")
 @option("--timeout", type=_SECONDS, default=60.0, help="Time limit of a request, in seconds.")
