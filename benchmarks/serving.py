@@ -2,9 +2,9 @@
 
 ``python benchmarks/serving.py`` writes ``results/serving.json``, and ``serving.py serving_h200``
 on another machine ``results/serving_h200.json``; ``--in-flight`` compares ``in_flight=2`` on an
-accelerator in ``results/serving_in_flight.json``. Requests of one row arrive by a Poisson process, whether or not earlier ones were
-answered, so that waiting is not left out (coordinated omission). The engine is measured by itself,
-without HTTP.
+accelerator in ``results/serving_in_flight.json``. Requests of one row arrive by a Poisson process,
+whether or not earlier ones were answered, so that waiting is not left out (coordinated omission).
+The engine is measured by itself, without HTTP.
 """
 
 from __future__ import annotations

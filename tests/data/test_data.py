@@ -76,12 +76,13 @@ def test_an_early_reader_is_one_item_ahead_and_gives_all_that_came_before_an_err
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("meshwright.data.ahead._SLOW_S", 1.0)
-    source, taken = Slow(5, fails_at=4, wait_s=0), 0
+    source = Slow(5, fails_at=4, wait_s=0)
+    items = Ahead(early=True)(source())
+    for number in range(4):
+        assert next(items) == number
+        assert len(source.read) == min(number + 2, 4)
     with pytest.raises(OSError, match="no number 4"):
-        for taken, number in enumerate(Ahead(early=True)(source()), 1):
-            assert number == taken - 1
-            assert len(source.read) == min(taken + 1, 4)
-    assert taken == 4
+        next(items)
     assert source.closed
     assert not readers()
 
