@@ -1,4 +1,4 @@
-"""Level 3 gathers stacked weights of a loop one layer at a time, with the losses of level 0."""
+"""ZeRO shares stacked weights of a loop out one layer at a time, with the losses of level 0."""
 
 from __future__ import annotations
 
@@ -91,11 +91,35 @@ CASES = [
 ]
 
 
+LOWER = [
+    ("plain", 8, DATA, {}, 1),
+    ("jitted", 6, BOTH, {}, 2),
+    pytest.param("from the last", 8, BOTH, {}, 1, marks=FULL),
+    pytest.param("computed again", 6, DATA, {}, 1, marks=FULL),
+    pytest.param("marked", 8, DATA, {"remat": "block"}, 2, marks=FULL),
+    pytest.param("plain", 8, DATA, {"remat": "dots_saveable"}, 1, marks=FULL),
+    pytest.param("plain", 8, BOTH, {"accumulate": 2}, 1, marks=FULL),
+    pytest.param("plain", 6, DATA, {"accumulate": 2}, 2, marks=FULL),
+    pytest.param("bfloat16", 8, DATA, {}, 1, marks=FULL),
+]
+
+
 @pytest.mark.parametrize(("name", "layers", "axes", "how"), CASES)
 def test_level_3_has_the_losses_of_level_0(name: str, layers: int, axes: Any, how: Any) -> None:
+    have_equal_losses(name, layers, axes, how, 3)
+
+
+@pytest.mark.parametrize(("name", "layers", "axes", "how", "zero"), LOWER)
+def test_levels_1_and_2_have_the_losses_of_level_0(
+    name: str, layers: int, axes: Any, how: Any, zero: int
+) -> None:
+    have_equal_losses(name, layers, axes, how, zero)
+
+
+def have_equal_losses(name: str, layers: int, axes: Any, how: Any, zero: int) -> None:
     expected = trained(LOSSES[name], layers, axes, 0, **how)
     off = 1e-2 if name == "bfloat16" else 1e-5
-    np.testing.assert_allclose(trained(LOSSES[name], layers, axes, 3, **how), expected, rtol=off)
+    np.testing.assert_allclose(trained(LOSSES[name], layers, axes, zero, **how), expected, rtol=off)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def _side_by_side(
 
     stacked = _stacked(batches)
     gradient = micro.gradient(side_by_side(micro.program), _shares(micro.program, batches)[0])
+    gradient = micro.sharing.in_loops(gradient)
     aux, grads = gradient(whole.params, whole, stacked)
 
     rows = _row_shares(batches)

@@ -20,9 +20,9 @@ Var = Any
 
 
 @dataclass(frozen=True)
-class _Slices:
-    """How a stacked parameter lies: ``pieces`` in the loop; a layer of it ``whole`` and in a
-    ``piece``."""
+class Slices:
+    """How a stacked parameter, or its gradient, lies: ``pieces`` in the loop; a layer of it
+    ``whole`` and in a ``piece``."""
 
     shared: Layout  # outside of the loop
     pieces: Layout
@@ -60,12 +60,12 @@ def _in_steps(
     """The equations that spread what a loop reads, and the loop that gathers it."""
     if eqn.primitive.name != "scan" or eqn.effects:
         return [], eqn
-    before, read, slots = list[Any](), list(eqn.invars), dict[int, _Slices]()
+    before, read, slots = list[Any](), list(eqn.invars), dict[int, Slices]()
     for number in range(sum(_compat.scan_counts(eqn)), len(read)):
         param = _param_of(read[number], made_by)
         if param is None or param not in params:
             continue
-        slices = _slices(*params[param], param.aval.shape, axes)
+        slices = slices_of(*params[param], param.aval.shape, axes)
         if slices is None:
             continue
         spread = _spread(param, read[number], slices, eqn)
@@ -91,9 +91,9 @@ def _param_of(var: Var, made_by: Mapping[Var, Any]) -> Var | None:
     return None
 
 
-def _slices(
+def slices_of(
     whole: Layout, shared: Layout, dims: tuple[int, ...], axes: tuple[str, ...]
-) -> _Slices | None:
+) -> Slices | None:
     """How one layer lies; ``None`` where it is not shared out, and for a split or padded stack."""
     if whole == shared or len(dims) < 2 or whole.dim_axes(0) or whole.pad or shared.pad:
         return None
@@ -105,10 +105,10 @@ def _slices(
             return None
     else:
         piece = Layout(shared.specs[1:], mesh)
-    return _Slices(shared, Layout([None, *piece.specs], mesh), layer, piece)
+    return Slices(shared, Layout([None, *piece.specs], mesh), layer, piece)
 
 
-def _spread(param: Var, read: Var, slices: _Slices, like: Any) -> Any:
+def _spread(param: Var, read: Var, slices: Slices, like: Any) -> Any:
     """An equation: the parameter, in the type that is read, with a piece of every layer on each
     device. Its gradient is shared out as the parameter is."""
     import jax
@@ -129,7 +129,7 @@ def _spread(param: Var, read: Var, slices: _Slices, like: Any) -> Any:
     return eqn.replace(invars=[param], source_info=like.source_info)
 
 
-def _gathering(closed: Any, slots: Mapping[int, _Slices], policy: Callable[..., Any] | None) -> Any:
+def _gathering(closed: Any, slots: Mapping[int, Slices], policy: Callable[..., Any] | None) -> Any:
     """The function of a loop that gathers these of its arguments."""
     import jax
     from jax.extend.core import jaxpr_as_fun

@@ -18,6 +18,7 @@ from .compressing import UNSENT, sum_compressed
 from .gradient import Gradient
 from .leaving import leaving_in_turn
 from .loop_gathers import gathering_in_loops
+from .loop_scatters import scattering_in_loops
 from .own_checkpoints import with_own_checkpoints
 from .platform import traced_for, traced_for_gpu
 from .remat import BY_BLOCK, blocks, has_blocks, policy_of, recomputing
@@ -47,6 +48,11 @@ class Sharing:
     def pieces(self) -> int:
         """Into how many pieces the rows of a batch are split."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def layouts(self) -> list[tuple[Layout, Layout]]:
+        """How parameters lie while they are used and while they are updated, by sorted paths."""
+        return [(self.whole[path], self.shared[path]) for path in sorted(self.whole)]
 
     @classmethod
     def none(cls) -> Sharing:
@@ -119,7 +125,15 @@ class Sharing:
         ``times`` says how many such batches there are, if their rows may be kept till then;
         ``narrow`` leaves parts in the type they are computed in.
         """
-        return in_parts(gradient, Pieces(self.mesh, self.axes, _rows(batch), times, narrow))
+        pieces = Pieces(self.mesh, self.axes, _rows(batch), times, narrow)
+        return in_parts(self.in_loops(gradient), pieces)
+
+    def in_loops(self, gradient: Gradient) -> Gradient:
+        """The gradient whose loops over layers sum that of each to what will be updated; at level 3
+        they do so where they gather parameters."""
+        if self.level not in (1, 2):
+            return gradient
+        return scattering_in_loops(gradient, self.layouts, self.axes)
 
     @property
     def _leaves_in_turn(self) -> bool:
@@ -268,8 +282,7 @@ def _in_turn(
     policy = but_gathered(jax.checkpoint_policies.everything_saveable)
 
     def in_loops(jaxpr: Any, params: Sequence[Any]) -> Any:
-        layouts = [(sharing.whole[path], sharing.shared[path]) for path in sorted(sharing.whole)]
-        by_var = dict(zip(params, layouts, strict=True))
+        by_var = dict(zip(params, sharing.layouts, strict=True))
 
         def keeps(loop: Any) -> Any:  # a loop whose blocks are computed again gathers again, too
             return None if remat in BY_BLOCK and has_blocks(loop) else policy

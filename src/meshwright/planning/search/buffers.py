@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..graph import Graph, Operation
-from .facts import Facts, facts_of
+from .facts import Facts, facts_of, is_turn
 
 _VIEWS = frozenset(
     (
@@ -91,11 +91,6 @@ def buffers_on_tpu(graph: Graph, keeps: bool, kind: str = "") -> tuple[Buffer, .
     but on chips of ``kind`` v5e and v6e, which have less bandwidth for their FLOPs, both are.
     """
     return tuple(_OnTpu(graph, facts_of(graph), keeps, kind not in _SCARCE).buffers())
-
-
-def is_turn(operation: Operation) -> bool:
-    """Whether it takes what one turn of a loop reads out of a stacked array."""
-    return operation.kind == "scan" and bool(operation.whole)
 
 
 def _begins_of_loops(graph: Graph) -> dict[int, int]:

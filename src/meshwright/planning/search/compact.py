@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ..graph import Graph, Joint, Operation
 from .choices import EVERY_REMAT, Remat
-from .facts import Facts, facts_of
+from .facts import Facts, facts_of, is_turn
 from .lifetimes import is_computed_again
 
 _DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64"}  # by bytes, as products run
@@ -140,7 +140,7 @@ def compact(graph: Graph, platform: str = "", kind: str = "") -> Compact:
     """Make a graph small, once for all meshes of a platform and a kind of device."""
     facts = facts_of(graph)
     units, unit_of = _units(graph)
-    sent = _sent(graph, facts, converts=platform != "cpu")
+    sent = _sent(graph, facts, platform)
     pieces, piece_of = _pieces(graph, facts, unit_of, sent)
     reader = _Reader(graph, facts, unit_of, pieces, piece_of, on_cpu=platform == "cpu")
     all_work = [reader.work(place, op) for place, op in enumerate(graph.operations)]
@@ -221,19 +221,36 @@ def _pieces(
     return pieces, [places[piece] for piece in all_pieces]
 
 
-def _sent(graph: Graph, facts: Facts, converts: bool) -> dict[int, int]:
-    """Bytes of each parameter as the forward pass takes it: after a conversion, if all begin so.
-
-    XLA for CPU does not: there is no arithmetic in bfloat16, and what is sent is converted back.
-    """
-    own_bytes = {t: graph.tensors[t].nbytes for t, k in enumerate(facts.kinds) if k == "parameter"}
-    sent_bytes = dict.fromkeys(own_bytes, 0)
+def _sent(graph: Graph, facts: Facts, platform: str) -> dict[int, int]:
+    """Bytes of each parameter as the forward pass takes it, whole or layer by layer."""
+    taken: dict[int, int] = {}  # the bytes of a number, at most
+    parameter = {t: t for t, kind in enumerate(facts.kinds) if kind == "parameter"}
     for operation, is_forward in zip(graph.operations, facts.is_forward, strict=True):
-        for t in own_bytes.keys() & set(operation.operands) if is_forward else ():
-            is_converted = converts and operation.kind == "convert_element_type"
-            nbytes = graph.tensors[operation.results[0]].nbytes if is_converted else own_bytes[t]
-            sent_bytes[t] = max(sent_bytes[t], nbytes)
-    return {t: min(sent_bytes[t] or nbytes, nbytes) for t, nbytes in own_bytes.items()}
+        for t in parameter.keys() & set(operation.operands) if is_forward else ():
+            if is_turn(operation) or operation.kind == "transpose":
+                parameter |= dict.fromkeys(operation.results, parameter[t])
+            else:
+                itemsize = _sent_itemsize(graph, operation, t, platform)
+                taken[parameter[t]] = max(taken.get(parameter[t], 0), itemsize)
+    tensors = {t: graph.tensors[t] for t in set(parameter.values())}
+    return {
+        t: tensor.nbytes * min(taken.get(t, tensor.itemsize), tensor.itemsize) // tensor.itemsize
+        for t, tensor in tensors.items()
+    }
+
+
+def _sent_itemsize(graph: Graph, operation: Operation, operand: int, platform: str) -> int:
+    """Bytes of a number of a parameter that is gathered for this operation.
+
+    A conversion comes before it is sent; not on CPUs, which have no arithmetic in bfloat16 and
+    convert back. TPUs multiply float32 as bfloat16, unless a higher precision is asked for.
+    """
+    itemsize = graph.tensors[operand].itemsize
+    if operation.kind == "convert_element_type" and platform != "cpu":
+        return graph.tensors[operation.results[0]].itemsize
+    if platform == "tpu" and operation.kind in ("dot_general", "conv_general_dilated"):
+        return min(itemsize, 2)
+    return itemsize
 
 
 @dataclass(frozen=True)

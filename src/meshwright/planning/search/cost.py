@@ -157,7 +157,7 @@ def _collective(lay: Lay, work: Work) -> str:
     if not lay.union(work.summed).any():
         return "all-gather"
     kinds = {lay.problem.pieces[place].kind for place in work.results}
-    scatters = kinds == {"gradient"} and lay.choices.zero >= 1
+    scatters = kinds <= {"gradient", "layer gradient"} and lay.choices.zero >= 1
     return "reduce-scatter" if scatters else "all-reduce"
 
 

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from ..graph import Graph, GraphTensor, Operation
 
-KINDS = ("parameter", "cast", "slot", "state", "input", "activation", "gradient", "update")
+KINDS = (
+    *("parameter", "cast", "slot", "state", "input", "activation"),
+    *("gradient", "layer gradient", "update"),
+)
 
 _CASTS = frozenset(("convert_element_type", "reduce_precision", "copy", "name", "stop_gradient"))
 _COPIED = frozenset(("broadcast_in_dim", "iota"))  # made again where they are read
@@ -51,7 +54,8 @@ def facts_of(graph: Graph) -> Facts:
 
     Gradients and what updates make differ from other activations by their dims, those of a
     parameter, and because nothing that is made of them has a dim of the batch any more. A "cast" is
-    a parameter in another type, as products of the forward pass take it.
+    a parameter in another type, as products of the forward pass take it, and a "layer gradient" is
+    that of one layer of stacked parameters, as one turn of a loop makes it.
 
     >>> from ..graph import GraphDim
     >>> b, i = GraphDim("batch", 8, "batch"), GraphDim("w.in", 4, "w.in")
@@ -93,6 +97,11 @@ def block_of(path: str) -> str:
     return result[1] if result else ""
 
 
+def is_turn(operation: Operation) -> bool:
+    """Whether it takes what one turn of a loop reads out of a stacked array."""
+    return operation.kind == "scan" and bool(operation.whole)
+
+
 def _is_of_weights(graph: Graph, operation: Operation) -> bool:
     """Whether it is a convolution, or a product whose operands share no dim but what is summed.
 
@@ -111,6 +120,11 @@ def _kinds(graph: Graph, batch: int | None) -> tuple[str, ...]:
     leads = _leads_to_batch(graph, batch)
     shapes = {_shape_key(parameter) for parameter in graph.tensors if parameter.role == "parameter"}
     kinds = [parameter.role for parameter in graph.tensors]
+    layers = {
+        _shape_key(graph.tensors[operation.results[0]])
+        for operation in graph.operations
+        if is_turn(operation) and kinds[operation.operands[0]] == "parameter"
+    }
     for operation in graph.operations:
         if _is_cast(operation, kinds) and leads[operation.results[0]]:
             kinds[operation.results[0]] = "cast"
@@ -118,10 +132,14 @@ def _kinds(graph: Graph, batch: int | None) -> tuple[str, ...]:
         updates = any(kinds[t] in ("slot", "parameter", "update") for t in operation.operands)
         for place in operation.results:
             tensor = graph.tensors[place]
-            if kinds[place] != "activation" or leads[place] or _shape_key(tensor) not in shapes:
+            if kinds[place] != "activation" or leads[place] or batch in tensor.dims:
                 continue
-            if batch not in tensor.dims and math.prod(tensor.shape) > 1:
+            if math.prod(tensor.shape) == 1:
+                continue
+            if _shape_key(tensor) in shapes:
                 kinds[place] = "update" if updates and not operation.summed else "gradient"
+            elif _shape_key(tensor) in layers and batch in operation.summed:
+                kinds[place] = "layer gradient"
     return tuple(kinds)
 
 
@@ -150,7 +168,7 @@ def _shape_key(tensor: GraphTensor) -> frozenset[tuple[int | None, int]]:
 
 def _first_gradient(graph: Graph, kinds: tuple[str, ...], batch: int | None) -> int:
     for place, operation in enumerate(graph.operations):
-        if batch in operation.summed and any(kinds[t] == "gradient" for t in operation.results):
+        if batch in operation.summed and any("gradient" in kinds[t] for t in operation.results):
             return place
     return len(graph.operations)
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..graph import Graph
-from .buffers import Buffer, buffers_on_cpu, buffers_on_tpu, is_turn
+from .buffers import Buffer, buffers_on_cpu, buffers_on_tpu
 from .choices import Remat
-from .facts import Facts, facts_of
+from .facts import Facts, facts_of, is_turn
 
 if TYPE_CHECKING:
     from .compact import Compact

@@ -305,24 +305,27 @@ def _gathered(lay: Lay, work: Work, place: int, loops: int) -> Talk:
 
 
 def _sums(lay: Lay, work: Work, loops: int) -> list[Talk]:
-    """Sums over devices; of gradients once per step, but for each micro-batch from level 2 on.
+    """Sums over devices; of gradients once per step, but for each micro-batch from level 2 on, and
+    within loops.
 
     At any level of ZeRO they are summed to the pieces that are updated. That is what the step
-    does, see ``step/sharing.py`` and ``step/accumulate.py``.
+    does, see ``step/sharing.py``, ``step/loop_scatters.py`` and ``step/accumulate.py``.
     """
     over, zero = lay.union(work.summed), lay.choices.zero
     plain, once, result = np.zeros(lay.rows), np.zeros(lay.rows), []
     for place in work.results:
         piece = lay.problem.pieces[place]
         nbytes = piece.nbytes / (shards(lay, piece) * lay.loops(piece))
-        if piece.kind != "gradient":
+        in_loop = piece.kind == "layer gradient"
+        if "gradient" not in piece.kind or (zero == 0 and in_loop):
             plain = plain + nbytes
         elif zero == 0:
             once = once + nbytes
         else:
             rows = np.where(replicas_sharing(lay, piece) > 1, over & lay.batch, 0)
+            times = loops if zero > 1 or in_loop else 1
             for kind, axes in (("reduce-scatter", rows), ("all-reduce", over & ~rows)):
-                result.append(Talk(kind, axes, nbytes, loops if zero > 1 else 1, piece))
+                result.append(Talk(kind, axes, nbytes, times, piece))
     for times, nbytes in ((loops, plain), (1, once)):
         if np.any(nbytes):
             first = lay.problem.pieces[work.results[0]]
