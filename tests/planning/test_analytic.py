@@ -90,11 +90,20 @@ def test_collectives_are_those_of_the_paper(name):
     assert report.compiled is None
 
 
-@pytest.mark.parametrize(("target", "itemsize"), [("h100:8", 2), ("v5e:2x4", 2), ("cpu:8", 4)])
-def test_level_3_gathers_in_the_type_that_products_take(target, itemsize):
+@pytest.mark.parametrize(
+    ("target", "dtype", "itemsize"),
+    [
+        ("h100:8", "bfloat16", 2),
+        ("v5e:2x4", "bfloat16", 2),
+        ("cpu:8", "bfloat16", 4),
+        ("h100:8", "float32", 4),
+        ("v5e:2x4", "float32", 2),  # TPUs multiply float32 as bfloat16
+    ],
+)
+def test_level_3_gathers_in_the_type_that_products_take(target, dtype, itemsize):
     def loss(params, x):
-        h = jax.nn.relu(x.astype("bfloat16") @ params["w"].astype("bfloat16"))
-        return jnp.sum((h @ params["v"].astype("bfloat16")).astype("float32") ** 2)
+        h = jax.nn.relu(x.astype(dtype) @ params["w"].astype(dtype))
+        return jnp.sum((h @ params["v"].astype(dtype)).astype("float32") ** 2)
 
     params = {"w": shape(128, 512), "v": shape(512, 128)}
     program = mw.jax_program(loss, params, optax.sgd(0.1), name="two")

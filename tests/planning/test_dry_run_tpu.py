@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -104,6 +106,33 @@ def test_products_that_go_around_a_ring_count_in_full():
     assert result.replicated_share == 0.0
     assert all(collective.count is not None for collective in result.collectives)
     assert result.errors == ()
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_loop_over_layers_sends_what_the_planner_expects(zero):
+    """Gradients of one layer are summed to pieces in the loop, and weights gathered there."""
+    width, depth = 512, 8
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])
+        return jnp.mean(x**2)
+
+    program = mw.jax_program(loss, {"layers": shapes(depth, width, width)}, adam(0.1))
+    strategy = mw.Sharded(mw.Mesh({"batch": 8}), {}, batch="batch", zero=zero)
+
+    def sent(compile: bool) -> dict[str, float]:
+        result = mw.dry_run(
+            program, shapes(4096, width), strategy=strategy, target="v5e:2x4", compile=compile
+        )
+        sums: Counter[str] = Counter()
+        for collective in result.collectives:
+            sums[collective.kind] += collective.bytes_per_step
+        return {kind: sums[kind] for kind in ("all-reduce", "all-gather", "reduce-scatter")}
+
+    numbers = depth * width**2
+    expected = {"all-reduce": 4, "all-gather": 4 * numbers, "reduce-scatter": 4 * numbers}
+    assert sent(compile=True) == pytest.approx(expected, rel=0.01)
+    assert sent(compile=False) == pytest.approx(expected, rel=0.01, abs=4)
 
 
 # Attention, of which a block holds far more inside than it hands on
