@@ -3,7 +3,7 @@
 The backward pass of a ``jax.lax.scan`` over stacked weights makes the gradient of one layer in each
 step. Left to itself, XLA sums each over the devices and keeps all of them whole until the loop ends
 and the optimizer takes its pieces, which levels 1 and 2 of ZeRO are there to avoid. At level 3 the
-weights are gathered in the loop, and so are their gradients scattered; see ``loop_gathers.py``.
+weights are gathered in the loop, and so are their gradients scattered; see ``layer_gathers.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..jaxprs.primitives import CHECKPOINTS
 from ..layouts.layout import Layout
 from ..program import Arrays, Aux, Batch, TrainState
 from .gradient import Gradient
-from .loop_gathers import Slices, slices_of
+from .layer_gathers import Slices, slices_of
 
 Var = Any
 

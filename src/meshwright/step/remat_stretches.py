@@ -42,6 +42,7 @@ class Stretch:
 
 
 Cut = Callable[["Equations"], Sequence[Stretch]]
+ByLayers = Callable[[Any, Sequence[Var]], tuple[Any, Sequence[Any]]]
 
 
 class Equations:
@@ -88,14 +89,15 @@ def in_stretches(
     function: Callable[..., Any],
     cut: Cut,
     edit: Edit = unchanged,
-    in_loops: Callable[[Any, Sequence[Var]], Any] = lambda jaxpr, params: jaxpr,
+    by_layers: ByLayers = lambda jaxpr, params: (jaxpr, ()),
     writes_out: bool = False,
 ) -> Callable[..., Any]:
     """``function(params, *others)`` of pytrees, edited and computed in the stretches that it is cut
     into.
 
-    ``in_loops`` is an edit of the whole function, which is given the variables of the parameters.
-    With ``writes_out`` jitted parts of it are cut, too.
+    ``by_layers`` is an edit of the whole function, which gets the variables of the parameters and
+    may add others (``Spread`` of ``layer_gathers.py``). With ``writes_out`` jitted parts are cut,
+    too.
     """
     import jax
 
@@ -105,9 +107,14 @@ def in_stretches(
             closed = _compat.written_out(closed, _has_layers)
         edited = throughout(closed.jaxpr, edit)
         of_params = edited.invars[: len(jax.tree.leaves(params))]
-        traced = Equations(in_loops(edited, of_params), of_params)
+        edited, spreads = by_layers(edited, of_params)
+        more = [var for spread in spreads for var in spread.variables]
+        edited = edited.replace(constvars=[*edited.constvars, *more])
+        traced = Equations(edited, [*of_params, *more])
         leaves = jax.tree.leaves((params, *others))
-        results = evaluated(traced, cut(traced), [*closed.consts, *leaves])
+        value_of = dict(zip(edited.invars, leaves, strict=True))
+        pieces = [v for spread in spreads for v in spread.function(value_of[spread.param])]
+        results = evaluated(traced, cut(traced), [*closed.consts, *pieces, *leaves])
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run

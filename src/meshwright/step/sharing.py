@@ -16,8 +16,8 @@ from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from .compressing import UNSENT, sum_compressed
 from .gradient import Gradient
+from .layer_gathers import Spread, gathering_by_layers
 from .leaving import leaving_in_turn
-from .loop_gathers import gathering_in_loops
 from .loop_scatters import scattering_in_loops
 from .own_checkpoints import with_own_checkpoints
 from .platform import traced_for, traced_for_gpu
@@ -281,15 +281,15 @@ def _in_turn(
         return function
     policy = but_gathered(jax.checkpoint_policies.everything_saveable)
 
-    def in_loops(jaxpr: Any, params: Sequence[Any]) -> Any:
+    def by_layers(jaxpr: Any, params: Sequence[Any]) -> tuple[Any, list[Spread]]:
         by_var = dict(zip(params, sharing.layouts, strict=True))
 
         def keeps(loop: Any) -> Any:  # a loop whose blocks are computed again gathers again, too
             return None if remat in BY_BLOCK and has_blocks(loop) else policy
 
-        return gathering_in_loops(jaxpr, by_var, sharing.axes, keeps)
+        return gathering_by_layers(jaxpr, by_var, sharing.axes, keeps)
 
-    return in_stretches(function, cut, edit, in_loops, writes_out=True)
+    return in_stretches(function, cut, edit, by_layers, writes_out=True)
 
 
 def _cut_for(remat: str) -> Cut:

@@ -40,7 +40,22 @@ def in_bfloat16(params: Any, x: Any) -> Any:
     return net(block)(params, x.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
+def by_number(params: Any, x: Any) -> Any:
+    """Layer 1 is not read, and the first one twice."""
+    x = x @ params["first"]
+    for number in (0, 2, 3, 4, 5, 0):
+        x, _ = block(x, jax.tree.map(lambda stack, n=number: stack[n], params["layers"]))
+    return jnp.mean((x @ params["first"].T) ** 2)
+
+
+def both_ways(params: Any, x: Any) -> Any:
+    x = x @ params["layers"]["up"][3] @ params["layers"]["down"][-1]
+    return net(block)(params, x) + jnp.mean(params["layers"]["down"] ** 2)
+
+
 LOSSES = {
+    "by number": by_number,
+    "both ways": both_ways,
     "plain": net(block),
     "from the last": net(block, reverse=True),
     "computed again": net(jax.checkpoint(block)),
@@ -88,6 +103,10 @@ CASES = [
     pytest.param("plain", 8, BOTH, {"accumulate": 2}, marks=FULL),
     ("jitted", 8, BOTH, {}),
     pytest.param("bfloat16", 8, BOTH, {}, marks=FULL),
+    ("by number", 8, DATA, {}),
+    pytest.param("by number", 6, BOTH, {}, marks=FULL),
+    pytest.param("by number", 8, DATA, {"remat": "nothing_saveable", "accumulate": 2}, marks=FULL),
+    pytest.param("both ways", 8, BOTH, {}, marks=FULL),
 ]
 
 
