@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from .. import _compat
@@ -51,9 +52,10 @@ class Equations:
     def __init__(self, jaxpr: Any, params: Iterable[Var]) -> None:
         self.jaxpr = jaxpr
         self.rest: list[Any] = []
-        self.depends: set[Var] = set(params)  # on parameters
-        self._early: dict[Var, int] = {}
         early = set(params)
+        self.args: set[Var] = {*jaxpr.constvars, *jaxpr.invars, *early}
+        self.depends: set[Var] = set(early)  # on parameters
+        self._early: dict[Var, int] = {}
         for number, eqn in enumerate(jaxpr.eqns):
             read = variables(eqn.invars)
             if not self.depends.isdisjoint(read):
@@ -108,13 +110,14 @@ def in_stretches(
         edited = throughout(closed.jaxpr, edit)
         of_params = edited.invars[: len(jax.tree.leaves(params))]
         edited, spreads = by_layers(edited, of_params)
-        more = [var for spread in spreads for var in spread.variables]
-        edited = edited.replace(constvars=[*edited.constvars, *more])
-        traced = Equations(edited, [*of_params, *more])
-        leaves = jax.tree.leaves((params, *others))
-        value_of = dict(zip(edited.invars, leaves, strict=True))
-        pieces = [v for spread in spreads for v in spread.function(value_of[spread.param])]
-        results = evaluated(traced, cut(traced), [*closed.consts, *pieces, *leaves])
+        value_of = dict(zip(of_params, jax.tree.leaves(params), strict=True))
+        pieces: dict[Var, Any] = {}
+        for spread in spreads:
+            values = spread.function(value_of[spread.param])
+            pieces.update(zip(spread.variables, values, strict=True))
+        traced = Equations(edited, [*of_params, *pieces])
+        values = [*closed.consts, *jax.tree.leaves((params, *others))]
+        results = evaluated(traced, cut(traced), values, pieces)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return run
@@ -134,10 +137,15 @@ def _has_layers(eqn: Any) -> bool:
     return products > 1 or any(inner.primitive.name == "scan" for inner in inside)
 
 
-def evaluated(traced: Equations, stretches: Sequence[Stretch], values: Sequence[Any]) -> list[Any]:
-    """The results for these constants and arguments."""
+def evaluated(
+    traced: Equations,
+    stretches: Sequence[Stretch],
+    values: Sequence[Any],
+    pieces: Mapping[Var, Any] = MappingProxyType({}),
+) -> list[Any]:
+    """The results for these constants and arguments, and ``pieces`` that are read besides."""
     jaxpr = traced.jaxpr
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+    env = {**dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True)), **pieces}
     at = 0
     for stretch in stretches:
         _plainly(traced, traced.rest[at : stretch.start], env)
@@ -295,11 +303,10 @@ def _pieces(traced: Equations, early: Sequence[Any]) -> list[Var]:
 
 def _computed(traced: Equations, here: Mapping[Var, Any]) -> list[Var]:
     """Those values that were computed with parameters, and can have gradients."""
-    args = {*traced.jaxpr.invars, *traced.jaxpr.constvars}
     return [
         var
         for var, value in here.items()
-        if var not in args and var in traced.depends and _is_float(value)
+        if var not in traced.args and var in traced.depends and _is_float(value)
     ]
 
 
