@@ -120,6 +120,8 @@ LOWER = [
     pytest.param("plain", 8, BOTH, {"accumulate": 2}, 1, marks=FULL),
     pytest.param("plain", 6, DATA, {"accumulate": 2}, 2, marks=FULL),
     pytest.param("bfloat16", 8, DATA, {}, 1, marks=FULL),
+    pytest.param("by number", 8, DATA, {}, 1, marks=FULL),
+    pytest.param("both ways", 6, BOTH, {}, 2, marks=FULL),
 ]
 
 

@@ -88,6 +88,8 @@ def _in_steps(eqn: Any, results: Mapping[int, Slices]) -> list[Any]:
         changed = _changed(inner.jaxpr if is_closed else inner, results)
         changed = inner.replace(jaxpr=changed) if is_closed else changed
         return [eqn.replace(params={**eqn.params, "jaxpr": changed})]
+    if eqn.primitive.name == "pad" and eqn.params["padding_config"][0][:2] != (0, 0):
+        return _in_place(eqn, *results.values())
     carried = _compat.scan_counts(eqn)[1] if eqn.primitive.name == "scan" else len(eqn.outvars)
     stacked = {number: slices for number, slices in results.items() if number >= carried}
     if not stacked or eqn.effects:
@@ -105,6 +107,18 @@ def _in_steps(eqn: Any, results: Mapping[int, Slices]) -> list[Any]:
         outvars[number] = unused
     changed = inner.replace(jaxpr=body.replace(eqns=layers, outvars=body_results))
     return [eqn.replace(outvars=outvars, params={**eqn.params, "jaxpr": changed}), *after]
+
+
+def _in_place(eqn: Any, slices: Slices) -> list[Any]:
+    """The gradient of a layer that is taken by its number, among zeros for the others."""
+    (value, zero), (result,) = eqn.invars, eqn.outvars
+    if value.aval.shape[0] != 1 or value.aval.shape[1:] != result.aval.shape[1:]:
+        return [eqn]
+    layer = _laid(value, Layout([None, *slices.piece.specs], slices.piece.bound_mesh()), eqn)
+    pieces = _laid(result, slices.pieces, eqn)
+    (unused,) = pieces.outvars
+    padded = eqn.replace(invars=[layer.outvars[0], zero], outvars=[unused])
+    return [layer, padded, pieces.replace(invars=[unused], outvars=[result])]
 
 
 def _laid(var: Var, layout: Layout, like: Any) -> Any:
