@@ -249,6 +249,20 @@ def test_of_what_is_cut_or_changed_in_place_only_that_part_counts():
   %zero.1 = s32[] constant(0)
   ROOT %new = f32[64,8]{1,0} dynamic-update-slice(%a.1, %b, %i.1, %zero.1)
 }
+
+%within (c: f32[64,8], j: s32[]) -> f32[1,8] {
+  %c = f32[64,8]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  %own = f32[1,8]{1,0} fusion(%c, %j), kind=kLoop, calls=%cut
+  ROOT %double = f32[1,8]{1,0} add(%own, %own)
+}
+
+%changed (d: f32[64,8], e: f32[1,8], k: s32[]) -> f32[64,8] {
+  %d = f32[64,8]{1,0} parameter(0)
+  %e = f32[1,8]{1,0} parameter(1)
+  %k = s32[] parameter(2)
+  ROOT %inner = f32[64,8]{1,0} fusion(%d, %e, %k), kind=kLoop, calls=%put
+}
 """
     result = moved(
         """  %p = f32[64,8]{1,0} parameter(0)
@@ -256,12 +270,17 @@ def test_of_what_is_cut_or_changed_in_place_only_that_part_counts():
   %row = f32[1,8]{1,0} fusion(%p, %i.2), kind=kLoop, calls=%cut
   %all = f32[64,8]{1,0} fusion(%p, %row, %i.2), kind=kLoop, calls=%put
   %begun = ((f32[64,8]{1,0}, f32[1,8]{1,0}, s32[]), f32[64,8]{1,0}, u32[]) fusion-start(%all, %row, %i.2), kind=kLoop, calls=%put
-  ROOT %again = f32[64,8]{1,0} fusion-done(%begun)""",  # noqa: E501
+  %again = f32[64,8]{1,0} fusion-done(%begun)
+  %twice = f32[1,8]{1,0} fusion(%again, %i.2), kind=kOutput, calls=%within
+  ROOT %last = f32[64,8]{1,0} fusion(%again, %twice, %i.2), kind=kLoop, calls=%changed""",  # noqa: E501
         fused,
     )
     assert (result["row"].bytes_read, result["row"].bytes_written) == (32 + 4, 32)
     assert (result["all"].bytes_read, result["all"].bytes_written) == (32 + 4, 32)
     assert (result["begun"].bytes_read, result["begun"].bytes_written) == (32 + 4, 32)
+    # TPUs have fusions within fusions.
+    assert (result["twice"].bytes_read, result["twice"].bytes_written) == (32 + 4, 32)
+    assert (result["last"].bytes_read, result["last"].bytes_written) == (32 + 4, 32)
 
 
 def test_the_on_chip_memory_of_a_tpu_is_free():
@@ -269,10 +288,13 @@ def test_the_on_chip_memory_of_a_tpu_is_free():
         """  %p = f32[8]{0:T(128)} parameter(0)
   %begun = (f32[8]{0:T(128)S(1)}, f32[8]{0:T(128)}, u32[]{:S(2)}) copy-start(%p)
   %here = f32[8]{0:T(128)S(1)} copy-done(%begun)
+  %half = ((f32[8]{0:T(128)}), f32[4]{0:T(128)S(1)}, s32[]{:S(2)}) slice-start(%p), slice={[0:4]}
+  %cut = f32[4]{0:T(128)S(1)} slice-done(%half)
   %sum = f32[8]{0:T(128)S(1)} add(%here, %here)
   ROOT %out = f32[8]{0:T(128)} negate(%sum)"""
     )
     assert (result["begun"].bytes_read, result["begun"].bytes_written) == (32, 0)
+    assert (result["half"].bytes_read, result["half"].bytes_written) == (16, 0)
     assert result["here"].ends == "begun"
     assert result["sum"].bytes == 0
     assert (result["out"].bytes_read, result["out"].bytes_written) == (0, 32)

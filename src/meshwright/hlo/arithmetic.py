@@ -206,14 +206,18 @@ def bytes_moved(instruction: Instruction, inside: Computation, module: Module) -
     if instruction.opcode == "copy-start":  # its results: the copy, the original, a signal
         copy, original = instruction.results[:2]
         return _in_main_memory(original), _in_main_memory(copy)
+    if instruction.opcode == "slice-start":  # the original, the cut, a signal
+        original, cut = instruction.results[:2]
+        return min(_in_main_memory(original), cut.nbytes), _in_main_memory(cut)
     is_fused = instruction.opcode in ("fusion", "fusion-start")
     fused = module.computations[instruction.called[0]] if is_fused else None
-    cuts = _parts_read(instruction) if fused is None else _parts_read_by(fused)
+    cuts = _parts_read(instruction) if fused is None else _parts_read_by(fused, module)
     read = 0
     for place, name in enumerate(instruction.operands):
         whole = sum(map(_in_main_memory, _results(name, inside)))
         read += min(whole, cuts.get(place, whole))
-    written = _written(instruction, inside) if fused is None else _written(fused.root, fused)
+    root, within = (instruction, inside) if fused is None else (fused.root, fused)
+    written = _written(root, within, module)
     return read, min(written, sum(map(_in_main_memory, instruction.results)))
 
 
@@ -227,8 +231,11 @@ def _parts_read(instruction: Instruction) -> Mapping[int, int]:
     return {0: 0} if instruction.opcode in ("dynamic-update-slice", "scatter") else {}
 
 
-def _parts_read_by(fused: Computation) -> Mapping[int, int]:
-    """Place of a parameter -> bytes read of it, where only parts of it are."""
+def _parts_read_by(fused: Computation, module: Module) -> Mapping[int, int]:
+    """Place of a parameter -> bytes read of it, where only parts of it are.
+
+    TPUs have fusions within fusions.
+    """
     users: dict[str, list[tuple[Instruction, int]]] = {}
     for instruction in fused.instructions:
         for place, name in enumerate(instruction.operands):
@@ -239,6 +246,9 @@ def _parts_read_by(fused: Computation) -> Mapping[int, int]:
         for user, place in users.get(name, []):
             if user.opcode == "bitcast":
                 total += read(user.name, size)
+            elif user.opcode == "fusion":
+                inner = _parts_read_by(module.computations[user.called[0]], module)
+                total += inner.get(place, size)
             else:
                 total += _parts_read(user).get(place, size)
         return min(total, size)
@@ -252,13 +262,16 @@ def _parts_read_by(fused: Computation) -> Mapping[int, int]:
     }
 
 
-def _written(instruction: Instruction, inside: Computation) -> int:
+def _written(instruction: Instruction, inside: Computation, module: Module) -> int:
     if instruction.opcode == "tuple":
-        return sum(_written(inside.by_name[name], inside) for name in instruction.operands)
+        return sum(_written(inside.by_name[name], inside, module) for name in instruction.operands)
     if instruction.opcode == "bitcast" and instruction.operands[0] in inside.by_name:
         target = inside.by_name[instruction.operands[0]]
         is_argument = target.opcode == "parameter"
-        return instruction.results[0].nbytes if is_argument else _written(target, inside)
+        return instruction.results[0].nbytes if is_argument else _written(target, inside, module)
+    if instruction.opcode == "fusion":
+        inner = module.computations[instruction.called[0]]
+        return _written(inner.root, inner, module)
     if instruction.opcode in ("dynamic-update-slice", "scatter"):
         place = 1 if instruction.opcode == "dynamic-update-slice" else 2
         return sum(array.nbytes for array in _results(instruction.operands[place], inside))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ..graph import Graph, Joint, Operation
 from .choices import EVERY_REMAT, Remat
-from .facts import Facts, facts_of, is_turn
+from .facts import Facts, facts_of, is_layer
 from .lifetimes import is_computed_again
 
 _DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64"}  # by bytes, as products run
@@ -227,7 +227,7 @@ def _sent(graph: Graph, facts: Facts, platform: str) -> dict[int, int]:
     parameter = {t: t for t, kind in enumerate(facts.kinds) if kind == "parameter"}
     for operation, is_forward in zip(graph.operations, facts.is_forward, strict=True):
         for t in parameter.keys() & set(operation.operands) if is_forward else ():
-            if is_turn(operation) or operation.kind == "transpose":
+            if is_layer(graph, operation) or operation.kind in ("transpose", "squeeze"):
                 parameter |= dict.fromkeys(operation.results, parameter[t])
             else:
                 itemsize = _sent_itemsize(graph, operation, t, platform)
@@ -270,11 +270,14 @@ class _Reader:
         whole = self._units(operation.whole)
         summed = self._units(operation.summed)
         sizes = [self.graph.tensors[t].itemsize for t in operation.operands]
-        reads = [piece_of[t] for t in operation.operands if not fused[t]]
+        by_number = operation.kind == "slice" and is_layer(self.graph, operation)
+        read = operation.results if by_number else operation.operands
+        reads = [piece_of[t] for t in read if not fused[t]]
         operands = [piece_of[t] for t in operation.operands]
         simple = not (operation.flops or summed or whole or moved)
+        kind = "scan" if by_number else operation.kind
         return Work(
-            kind="elementwise" if simple and operation.kind != "scan" else operation.kind,
+            kind="elementwise" if simple and kind != "scan" else kind,
             flops=operation.flops + (operation.between_groups if self.on_cpu else 0.0),
             dtype="" if simple else _DTYPES.get(max(sizes, default=4), "float32"),
             operands=tuple(sorted(set(reads) if simple else operands)),

@@ -102,6 +102,14 @@ def is_turn(operation: Operation) -> bool:
     return operation.kind == "scan" and bool(operation.whole)
 
 
+def is_layer(graph: Graph, operation: Operation) -> bool:
+    """Whether it takes one layer out of a stacked array, in a loop or by its number."""
+    if operation.kind != "slice" or len(operation.operands) != 1:
+        return is_turn(operation)
+    stack, layer = graph.tensors[operation.operands[0]], graph.tensors[operation.results[0]]
+    return layer.shape[:1] == (1,) != stack.shape[:1] and layer.shape[1:] == stack.shape[1:]
+
+
 def _is_of_weights(graph: Graph, operation: Operation) -> bool:
     """Whether it is a convolution, or a product whose operands share no dim but what is summed.
 
@@ -121,9 +129,9 @@ def _kinds(graph: Graph, batch: int | None) -> tuple[str, ...]:
     shapes = {_shape_key(parameter) for parameter in graph.tensors if parameter.role == "parameter"}
     kinds = [parameter.role for parameter in graph.tensors]
     layers = {
-        _shape_key(graph.tensors[operation.results[0]])
+        _shape_key(graph.tensors[operation.results[0]]) - {(None, 1)}
         for operation in graph.operations
-        if is_turn(operation) and kinds[operation.operands[0]] == "parameter"
+        if is_layer(graph, operation) and kinds[operation.operands[0]] == "parameter"
     }
     for operation in graph.operations:
         if _is_cast(operation, kinds) and leads[operation.results[0]]:
