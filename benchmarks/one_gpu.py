@@ -82,16 +82,8 @@ class Gpt:
 def bert() -> Any:
     """BERT-base of Keras' own layers, in bfloat16."""
     import keras
-    from keras import layers
 
-    ids = keras.Input([512], dtype="int32", name="ids")
-    x: Any = layers.Embedding(30522, 768)(ids)
-    for _ in range(12):
-        y = layers.MultiHeadAttention(12, 64)(x, x)
-        x = layers.LayerNormalization()(x + y)
-        y = layers.Dense(768)(layers.Dense(3072, "gelu")(x))
-        x = layers.LayerNormalization()(x + y)
-    model = keras.Model(ids, layers.Dense(2, name="class")(x[:, 0]), name="bert")
+    model = plan_models.bert(512, 30522, 768, blocks=12, heads=12, name="bert")
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(1e-4), loss)
     return model

@@ -24,6 +24,7 @@ os.environ["KERAS_BACKEND"] = "jax"
 
 import keras
 import numpy as np
+import plan_models
 from keras import layers
 from report import machine, save
 
@@ -48,26 +49,12 @@ def convolutional() -> keras.Model:
 
 def bert() -> keras.Model:
     """Four blocks of 128 features and 4 heads over 64 tokens, and a class."""
-    ids = keras.Input([64], dtype="int32", name="ids")
-    x: Any = layers.Embedding(8192, 128)(ids)
-    for _ in range(4):
-        y = layers.MultiHeadAttention(4, 32)(x, x)
-        x = layers.LayerNormalization()(x + y)
-        y = layers.Dense(128)(layers.Dense(512, "gelu")(x))
-        x = layers.LayerNormalization()(x + y)
-    return keras.Model(ids, layers.Dense(2, name="class")(x[:, 0]), name="bert")
+    return plan_models.bert(64, 8192, 128, blocks=4, heads=4, name="bert")
 
 
 def bert_base() -> keras.Model:
     """BERT-base over 256 tokens: batches that keep an accelerator busy."""
-    ids = keras.Input([256], dtype="int32", name="ids")
-    x: Any = layers.Embedding(8192, 768)(ids)
-    for _ in range(12):
-        y = layers.MultiHeadAttention(12, 64)(x, x)
-        x = layers.LayerNormalization()(x + y)
-        y = layers.Dense(768)(layers.Dense(3072, "gelu")(x))
-        x = layers.LayerNormalization()(x + y)
-    return keras.Model(ids, layers.Dense(2, name="class")(x[:, 0]), name="base")
+    return plan_models.bert(256, 8192, 768, blocks=12, heads=12, name="base")
 
 
 def one_row(model: Any) -> dict[str, np.ndarray]:

@@ -127,12 +127,11 @@ def stacked(
 def _fill(array: np.ndarray, parts: Sequence[np.ndarray]) -> int:
     """Copy rows one after the other into an array; how many there are.
 
-    NumPy lets other threads run during each copy of some hundred numbers, and waits for its turn
-    again after it, which under load takes ten times as long as the copy. Small parts are joined
-    without.
+    NumPy lets other threads run during each copy of some hundred numbers, and then waits for its
+    turn, which under load takes ten times as long as the copy. Joining bytes does not.
     """
     end = sum(part.shape[0] for part in parts)
-    if parts[0].nbytes > _SMALL_BYTES:
+    if max(part.nbytes for part in parts) > _SMALL_BYTES:
         np.concatenate(parts, out=array[:end])
     else:
         joined = b"".join([part.tobytes() for part in parts])

@@ -185,10 +185,7 @@ def _gather(eqn: Any, piece: Var, slices: Slices) -> Any:
     """An equation that gathers a layer in the place of one that takes it."""
     import jax
 
-    mesh = slices.whole.bound_mesh()
-    whole, shared = (
-        Layout([None, *layout.specs], mesh).sharding for layout in (slices.whole, slices.piece)
-    )
+    whole, shared = stacked(slices.whole).sharding, stacked(slices.piece).sharding
     shape = jax.ShapeDtypeStruct(piece.aval.shape, piece.aval.dtype)
     (call,) = jax.make_jaxpr(lambda value: gathered(value, whole, shared))(shape).jaxpr.eqns
     return call.replace(invars=[piece], outvars=eqn.outvars, source_info=eqn.source_info)
@@ -224,7 +221,12 @@ def slices_of(
         piece = share_out(layer, dims[1:], axes) or layer  # small ones are whole
     else:
         piece = Layout(shared.specs[1:], mesh)
-    return Slices(shared, Layout([None, *piece.specs], mesh), layer, piece)
+    return Slices(shared, stacked(piece), layer, piece)
+
+
+def stacked(layer: Layout) -> Layout:
+    """The layout of layers that are stacked, one or more, each of which lies like this one."""
+    return Layout([None, *layer.specs], layer.bound_mesh())
 
 
 def _spread(key: _Key, slices: Slices) -> Callable[[Any], Any]:

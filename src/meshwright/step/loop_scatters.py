@@ -1,9 +1,10 @@
-"""Gradients of stacked weights, summed over devices one layer at a time, inside of a loop.
+"""Gradients of stacked weights, summed over devices one layer at a time, where they are made.
 
 The backward pass of a ``jax.lax.scan`` over stacked weights makes the gradient of one layer in each
-step. Left to itself, XLA sums each over the devices and keeps all of them whole until the loop ends
-and the optimizer takes its pieces, which levels 1 and 2 of ZeRO are there to avoid. At level 3 the
-weights are gathered in the loop, and so are their gradients scattered; see ``layer_gathers.py``.
+step, and that of ``w[i]`` pads the gradient of a layer with zeros. Left to itself, XLA sums each
+over the devices and keeps all of them whole until the loop ends and the optimizer takes its pieces,
+which levels 1 and 2 of ZeRO are there to avoid. At level 3 the weights are gathered in the loop,
+and so are their gradients scattered; see ``layer_gathers.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..jaxprs.primitives import CHECKPOINTS
 from ..layouts.layout import Layout
 from ..program import Arrays, Aux, Batch, TrainState
 from .gradient import Gradient
-from .layer_gathers import Slices, slices_of
+from .layer_gathers import Slices, slices_of, stacked
 
 Var = Any
 
@@ -60,7 +61,7 @@ def _changed(jaxpr: Any, results: Mapping[int, Slices]) -> Any:
             wanted.setdefault(number, {})[jaxpr.eqns[number].outvars.index(var)] = slices
     eqns = list[Any]()
     for number, eqn in enumerate(jaxpr.eqns):
-        eqns += _in_steps(eqn, wanted[number]) if number in wanted else [eqn]
+        eqns += _in_pieces(eqn, wanted[number]) if number in wanted else [eqn]
     return jaxpr.replace(eqns=eqns)
 
 
@@ -79,24 +80,30 @@ def _terms(result: Var, jaxpr: Any, made_by: Mapping[Var, int]) -> list[Var]:
     return terms
 
 
-def _in_steps(eqn: Any, results: Mapping[int, Slices]) -> list[Any]:
-    """A loop that makes these of its results in pieces, and equations that lay them out as ZeRO
-    does; of what runs other equations, those."""
-    inner = eqn.params.get("jaxpr")
-    if eqn.primitive.name in CHECKPOINTS | {"jit"}:
+def _in_pieces(eqn: Any, results: Mapping[int, Slices]) -> list[Any]:
+    """Equations that make these results of one in pieces, where they are gradients of layers."""
+    name, inner = eqn.primitive.name, eqn.params.get("jaxpr")
+    if name in CHECKPOINTS | {"jit"}:
         is_closed = hasattr(inner, "jaxpr")
         changed = _changed(inner.jaxpr if is_closed else inner, results)
         changed = inner.replace(jaxpr=changed) if is_closed else changed
         return [eqn.replace(params={**eqn.params, "jaxpr": changed})]
-    if eqn.primitive.name == "pad" and eqn.params["padding_config"][0][:2] != (0, 0):
-        return _in_place(eqn, *results.values())
-    carried = _compat.scan_counts(eqn)[1] if eqn.primitive.name == "scan" else len(eqn.outvars)
-    stacked = {number: slices for number, slices in results.items() if number >= carried}
-    if not stacked or eqn.effects:
+    if name == "scan":
+        return _in_steps(eqn, results)
+    return _in_place(eqn, *results.values()) if name == "pad" else [eqn]
+
+
+def _in_steps(eqn: Any, results: Mapping[int, Slices]) -> list[Any]:
+    """A loop that makes these of its results in pieces, and equations that lay them out as ZeRO
+    does."""
+    carried = _compat.scan_counts(eqn)[1]
+    made = {number: slices for number, slices in results.items() if number >= carried}
+    if not made or eqn.effects:
         return [eqn]
+    inner = eqn.params["jaxpr"]
     body, outvars, after = inner.jaxpr, list(eqn.outvars), list[Any]()
     layers, body_results = list(body.eqns), list(body.outvars)
-    for number, slices in stacked.items():
+    for number, slices in made.items():
         layer = _laid(body_results[number], slices.piece, eqn)
         layers.append(layer)
         body_results[number] = layer.outvars[0]
@@ -112,9 +119,10 @@ def _in_steps(eqn: Any, results: Mapping[int, Slices]) -> list[Any]:
 def _in_place(eqn: Any, slices: Slices) -> list[Any]:
     """The gradient of a layer that is taken by its number, among zeros for the others."""
     (value, zero), (result,) = eqn.invars, eqn.outvars
-    if value.aval.shape[0] != 1 or value.aval.shape[1:] != result.aval.shape[1:]:
+    layer_dims, dims = value.aval.shape, result.aval.shape
+    if layer_dims != (1, *dims[1:]) or layer_dims == dims:
         return [eqn]
-    layer = _laid(value, Layout([None, *slices.piece.specs], slices.piece.bound_mesh()), eqn)
+    layer = _laid(value, stacked(slices.piece), eqn)
     pieces = _laid(result, slices.pieces, eqn)
     (unused,) = pieces.outvars
     padded = eqn.replace(invars=[layer.outvars[0], zero], outvars=[unused])

@@ -74,7 +74,7 @@ class Work:
     """A kind of operation. ``reads`` and ``writes`` say which operands and results move bytes.
 
     All that neither sums, gathers nor multiplies is of the kind "elementwise", but for what a loop
-    stacks, which is a "scan".
+    stacks or takes out of a stack, which is a "scan", as is a layer that is taken by its number.
 
     ``units`` are those that its work is divided by, where they are split.
     """
