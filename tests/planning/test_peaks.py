@@ -93,10 +93,15 @@ CASES = {
     "split": (transformer, BOTH, SPLIT, {}, 0.1),
     "pieces": (transformer, DATA, {}, {"zero": 3}, 0.1),
     "pieces in a loop": (lambda: transformer(layers=4), DATA, {}, {"zero": 3}, 0.1),
+    "blocks in a loop": (lambda: transformer(layers=8), DATA, {}, {"remat": "block"}, 0.1),
+    "products in a loop": (lambda: transformer(layers=8), DATA, {}, {"remat": "selective"}, 0.15),
 }
 FULL = [
     pytest.param(name, marks=pytest.mark.full)
-    for name in ("transformer", "split", "pieces", "loop", "pieces in a loop")
+    for name in (
+        *("transformer", "split", "pieces", "loop", "pieces in a loop"),
+        *("blocks in a loop", "products in a loop"),
+    )
 ]
 
 
@@ -120,7 +125,7 @@ def test_the_planners_peak_is_near_the_compilers(name):
         (up,) = (t.dims[1] for t in step.tensors if t.path == "blocks/0/up")
         assert up is not None
         rules[step.dims[up].family] = ["model"]
-    choices = Choices(zero=how.get("zero", 0))
+    choices = Choices(zero=how.get("zero", 0), remat=how.get("remat", "none"))
     result = cost(step, mesh.axes, rules, choices, target="cpu:8").peak_bytes
     assert result == pytest.approx(report.peak_bytes, rel=off)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .blocks import has_blocks, has_turns
 from .factors import Dim, Dims, Factors
 from .joins import Joins
 from .primitives import shape_of
@@ -48,7 +49,11 @@ class Move(NamedTuple):
 
 @dataclass
 class Equation:
-    """What one equation does, ``times`` times; ``between_groups`` as in ``flops.py``."""
+    """What one equation does, ``times`` times; ``between_groups`` as in ``flops.py``.
+
+    ``block`` is the loop that it is in, if turns of that are blocks; what the loop stacks is
+    ``is_kept`` if it stands for what one block hands on to the next.
+    """
 
     kind: str
     path: str
@@ -60,22 +65,38 @@ class Equation:
     moved: Sequence[Move] = ()
     times: int = 1
     between_groups: float = 0.0
+    block: str = ""
+    is_backward: bool = False
+    is_kept: bool = False
 
 
 @dataclass
 class Record:
-    """All of a step, in the order in which it was traced."""
+    """All of a step, in the order in which it was traced.
+
+    With ``turns_are_blocks`` no output of a block is marked, and loops over layers say where they
+    are.
+    """
 
     factors: Factors = field(default_factory=Factors)
     tensors: list[Tensor] = field(default_factory=list)
     equations: list[Equation] = field(default_factory=list)
     numbers: dict[Any, int] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)  # number -> the first array that has it
+    turns_are_blocks: bool = False
+    loops: int = 0
 
     def number(self, key: Any = None) -> int:
         """The number of the values that are computed in this way; a new one for ``None``."""
         new = len(self.numbers) + 1
         return self.numbers.setdefault((None, new) if key is None else key, new)
+
+    def block(self, loop: Any) -> str:
+        """A name for a loop whose turns are blocks, or that has blocks inside; empty for others."""
+        if not (has_turns(loop) if self.turns_are_blocks else has_blocks(loop)):
+            return ""
+        self.loops += 1
+        return f"loop {self.loops}"
 
     def value(
         self, atom: Any, dims: Dims, path: str, role: str = "activation", number: int = 0

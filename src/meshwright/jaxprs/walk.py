@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .. import _compat
+from .blocks import is_mark
 from .edits import jaxprs_inside
 from .factors import Dim
 from .flops import equation_flops, flops_between_groups
@@ -15,6 +17,7 @@ from .joins import Joins
 from .primitives import PRODUCTS, inner_jaxprs, opened, shape_of
 from .record import CONSTANT, Record, Value
 from .scopes import layer_of
+from .slices import variables
 
 LOOPS = ("scan", "while", "cond", "store")  # kinds of operations beside those of the table
 
@@ -22,10 +25,12 @@ _SMALL = 4096  # elements
 
 
 class At(NamedTuple):
-    """A place in the program: the scopes around it, and how often it runs."""
+    """A place in the program: the scopes around it, how often it runs, and the block it is in, if
+    that is a turn of a loop."""
 
     scopes: str = ""
     times: int = 1
+    block: str = ""
 
     @property
     def is_backward(self) -> bool:
@@ -40,11 +45,11 @@ class At(NamedTuple):
     def within(self, eqn: Any) -> At:
         """The place inside of an equation that is at this place."""
         own = str(eqn.source_info.name_stack)
-        return At(f"{self.scopes}/{own}", self.times) if own else self
+        return self._replace(scopes=f"{self.scopes}/{own}") if own else self
 
     def repeated(self, times: int) -> At:
         """The same, inside of a loop."""
-        return At(self.scopes, self.times * times)
+        return self._replace(times=self.times * times)
 
 
 _layer = functools.lru_cache(maxsize=None)(layer_of)
@@ -93,9 +98,13 @@ def _equation(record: Record, eqn: Any, operands: list[Value], at: At) -> list[V
         record.value(var, out, path, number=number)
         for var, out, number in zip(eqn.outvars, joins.outs, numbers, strict=True)
     ]
-    more = {"flops": flops, "times": at.times, "between_groups": flops_between_groups(eqn)}
+    more = {"flops": flops, "between_groups": flops_between_groups(eqn), **_where(at)}
     record.add(name, path, operands, results, joins, **more)
     return results
+
+
+def _where(at: At) -> dict[str, Any]:
+    return {"times": at.times, "block": at.block, "is_backward": at.is_backward}
 
 
 def _numbers(record: Record, eqn: Any, operands: Sequence[Value]) -> list[int]:
@@ -162,7 +171,8 @@ def _scan(record: Record, eqn: Any, operands: list[Value], at: At) -> list[Value
     (first, carried), length = _compat.scan_counts(eqn), eqn.params["length"]
     last = first + carried
     body = opened(eqn.params["jaxpr"])
-    path, inside = at.path, at.repeated(length)
+    path, at = at.path, at._replace(block=at.block or record.block(eqn))
+    inside = at.repeated(length)
     carry = _begun(record, eqn.invars[first:last], operands[first:last], path)
     steps = record.factors.new(length)
     slices = [
@@ -170,17 +180,31 @@ def _scan(record: Record, eqn: Any, operands: list[Value], at: At) -> list[Value
         for var, value in zip(body.invars[last:], operands[last:], strict=True)
     ]
     outs = follow(record, body, [*operands[:first], *carry, *slices], inside)
-    ended = _ended(record, "scan", path, carry, outs[: last - first], inside.times)
+    ended = _ended(record, "scan", path, carry, outs[:carried], inside.times)
     stacked = [
-        _stacked(record, var, inner, value, steps, path, at)
-        for var, inner, value in zip(
-            eqn.outvars[last - first :],
-            body.outvars[last - first :],
-            outs[last - first :],
+        _stacked(record, var, inner, value, steps, path, at, is_kept)
+        for var, inner, value, is_kept in zip(
+            eqn.outvars[carried:],
+            body.outvars[carried:],
+            outs[carried:],
+            _kept(body, carried) if at.block else [False] * len(eqn.outvars[carried:]),
             strict=True,
         )
     ]
     return [*ended, *stacked]
+
+
+def _kept(body: Any, carried: int) -> list[bool]:
+    """Of what a loop stacks: whether it stands for what one block hands on to the next, which is
+    what a turn begins with and what is marked inside. The arrays are known by their shapes."""
+    handed = variables(body.outvars[:carried])
+    marked = [eqn.outvars[0] for eqn in body.eqns if is_mark(eqn) and eqn.outvars[0] not in handed]
+    wanted = Counter(shape_of(var) for var in (*handed, *marked))
+    result = []
+    for var in body.outvars[carried:]:
+        result.append(wanted[shape_of(var)] > 0)
+        wanted[shape_of(var)] -= 1
+    return result
 
 
 def _begun(record: Record, atoms: Sequence[Any], values: Sequence[Value], path: str) -> list[Value]:
@@ -213,16 +237,23 @@ def _slice(record: Record, var: Any, value: Value, steps: Dim, path: str, at: At
     along, *rest = value.dims
     record.factors.tie(steps, along)
     one = record.value(var, tuple(rest), path)
-    record.add("scan", path, [value], [one], whole=[along], times=at.times)
+    record.add("scan", path, [value], [one], whole=[along], **_where(at))
     return one
 
 
 def _stacked(
-    record: Record, var: Any, inner: Any, value: Value, steps: Dim, path: str, at: At
+    record: Record,
+    var: Any,
+    inner: Any,
+    value: Value,
+    steps: Dim,
+    path: str,
+    at: At,
+    is_kept: bool,
 ) -> Value:
     """What all turns of a loop give, one beside the other."""
     one = record.value(var, (steps, *record.dims(inner, value)), path)
-    record.add("scan", path, [value], [one], times=at.times)
+    record.add("scan", path, [value], [one], is_kept=is_kept, **_where(at))
     return one
 
 

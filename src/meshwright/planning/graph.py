@@ -68,7 +68,9 @@ class Operation:
     ``operands`` and ``results`` are places in :attr:`Graph.tensors`. ``summed`` are dims that it
     sums over: where they are split, the results are summed over devices. ``whole`` are dims that it
     needs whole: where they are split, operands that have them are gathered. ``between_groups``
-    are FLOPs on top of ``flops`` that XLA for CPU does in vain (``jaxprs/flops.py``).
+    are FLOPs on top of ``flops`` that XLA for CPU does in vain (``jaxprs/flops.py``). ``block`` is
+    the loop around it, if turns of that are blocks; what the loop stacks is ``is_kept`` if it
+    stands for what one block hands on to the next. ``is_backward`` says that a derivative made it.
     """
 
     kind: str
@@ -81,6 +83,9 @@ class Operation:
     joints: tuple[Joint, ...] = ()
     times: int = 1
     between_groups: float = 0.0
+    block: str = ""
+    is_backward: bool = False
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)

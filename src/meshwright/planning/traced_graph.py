@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import _compat
 from ..errors import MeshError, ModelError
+from ..jaxprs.blocks import has_marks
 from ..jaxprs.factors import Dim, Dims, Factor, label
 from ..jaxprs.names import Argument, Created, Labels, families_of, names_of
 from ..jaxprs.primitives import TABLE, opened, shape_of
@@ -90,7 +91,7 @@ def graph_of(jaxpr: Any, arguments: Sequence[Argument], carried: int = 0) -> Gra
             f"the step has {len(inner.invars)} arrays as arguments and {len(arguments)} are "
             "described. Describe each leaf of its arguments, in the order of jax.tree.leaves."
         )
-    record = Record()
+    record = Record(turns_are_blocks=not has_marks(inner))
     values = _begin(record, inner.invars, arguments)
     results = follow(record, inner, values, At())
     for argument, old, new in zip(arguments[:carried], values, results, strict=False):
@@ -206,6 +207,9 @@ class _Assembled:
             joints=tuple(dict.fromkeys(joints)),
             times=equation.times,
             between_groups=equation.between_groups,
+            block=equation.block,
+            is_backward=equation.is_backward,
+            is_kept=equation.is_kept,
         )
 
     def _several(self, dims: Iterable[Dim]) -> tuple[int, ...]:

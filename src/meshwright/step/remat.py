@@ -6,9 +6,9 @@ time: each is a ``jax.checkpoint`` of its own, whose backward pass begins when i
 come. ``"selective"`` keeps what products and convolutions with weights yield, too, and computes the
 rest of a block again: normalization, activations, and attention, whose scores take most of the
 memory and little of the time (Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022). Front ends and users mark outputs by :func:`block_output`. Any other
-word names a policy of ``jax.checkpoint_policies`` that takes no arguments, such as
-``"nothing_saveable"``.
+Transformer Models", 2022). Front ends and users mark outputs by :func:`block_output`; where nobody
+does, each turn of a loop is a block. Any other word names a policy of ``jax.checkpoint_policies``
+that takes no arguments, such as ``"nothing_saveable"``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ..jaxprs.edits import equations
+from .. import _compat
+from ..jaxprs.blocks import BLOCK, has_blocks, has_marks, has_turns, is_mark
 from ..jaxprs.flops import equation_flops
+from ..jaxprs.slices import variables
 from ..program import Arrays, Aux, Batch, Program, TrainState
-from .remat_stretches import Cut, Equations, Stretch, but_gathered, in_stretches
+from .remat_stretches import ByLayers, Cut, Equations, Stretch, but_gathered, in_stretches
 
 BY_BLOCK = ("block", "selective")  # ways that take one block at a time
-_BLOCK = "block output"
-_CUT_INSIDE = ("jit", "scan")  # calls and loops whose function may hold the blocks
 
 
 def block_output(value: Any) -> Any:
@@ -41,7 +41,7 @@ def block_output(value: Any) -> Any:
     """
     from jax.ad_checkpoint import checkpoint_name
 
-    return checkpoint_name(value, _BLOCK)
+    return checkpoint_name(value, BLOCK)
 
 
 def recomputing(program: Program, remat: str) -> Program:
@@ -54,13 +54,61 @@ def recomputing(program: Program, remat: str) -> Program:
         def of_arrays(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
             return program.loss(params, whole, batch, training)
 
-        return in_stretches(of_arrays, cut)(params, whole, batch)
+        return in_stretches(of_arrays, cut, by_layers=_of_blocks(remat))(params, whole, batch)
 
     return replace(program, loss=loss)
 
 
+def _of_blocks(remat: str) -> ByLayers:
+    return lambda jaxpr, _: (with_blocks(jaxpr) if remat in BY_BLOCK else jaxpr, ())
+
+
+def with_blocks(jaxpr: Any) -> Any:
+    """An open jaxpr with each turn of its outer loops marked as a block, if no output is marked."""
+    return jaxpr if has_marks(jaxpr) else _with_turns(jaxpr)
+
+
+def _with_turns(jaxpr: Any) -> Any:
+    return jaxpr.replace(eqns=[_with_turn(eqn) for eqn in jaxpr.eqns])
+
+
+def _with_turn(eqn: Any) -> Any:
+    if has_turns(eqn):
+        changed = _with_carry_marked(eqn)
+    elif eqn.primitive.name == "jit":
+        changed = _with_turns(eqn.params["jaxpr"].jaxpr)
+    else:
+        return eqn
+    closed = eqn.params["jaxpr"].replace(jaxpr=changed)
+    return eqn.replace(params={**eqn.params, "jaxpr": closed})
+
+
+def _with_carry_marked(loop: Any) -> Any:
+    """The function of a loop, with a mark on what a turn hands on to the next."""
+    body, (_, carried) = loop.params["jaxpr"].jaxpr, _compat.scan_counts(loop)
+    produced = {var for eqn in body.eqns for var in eqn.outvars}
+    marks = {var: _mark_of(var) for var in variables(body.outvars[:carried]) if var in produced}
+    handed = [
+        var if hasattr(var, "val") or var not in marks else marks[var].outvars[0]
+        for var in body.outvars[:carried]
+    ]
+    return body.replace(
+        eqns=[*body.eqns, *marks.values()], outvars=[*handed, *body.outvars[carried:]]
+    )
+
+
+def _mark_of(var: Any) -> Any:
+    """The equation that marks a variable."""
+    import jax
+
+    aval = var.aval
+    shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    (mark,) = jax.make_jaxpr(block_output)(shape).jaxpr.eqns
+    return mark.replace(invars=[var])
+
+
 def blocks(remat: str) -> Cut:
-    """A stretch for each block, up to the last one; all in one where no output is marked.
+    """A stretch for each block, up to the last one; all in one where there are none.
 
     What multiplies nothing costs little to compute again, so it belongs to the next block.
     """
@@ -88,20 +136,10 @@ def _blocks(traced: Equations, policy: Callable[..., Any] | None) -> list[Stretc
             parts += [*before, of_blocks]
             start, works = number + 1, False
         works = works or equation_flops(eqn) != 0
-        if works and _is_mark(eqn):
+        if works and is_mark(eqn):
             parts.append(Stretch(start, number + 1, policy))
             start, works = number + 1, False
     return parts
-
-
-def has_blocks(eqn: Any) -> bool:
-    """Whether it is a call or a loop with outputs of blocks inside."""
-    is_cut = eqn.primitive.name in _CUT_INSIDE
-    return is_cut and any(map(_is_mark, equations(eqn.params["jaxpr"])))
-
-
-def _is_mark(eqn: Any) -> bool:
-    return eqn.primitive.name == "name" and eqn.params["name"] == _BLOCK
 
 
 def check_remat(remat: str) -> list[str]:
@@ -132,7 +170,7 @@ def policy_of(remat: str) -> Any:
     policies = jax.checkpoint_policies
     if remat not in BY_BLOCK:
         return getattr(policies, remat)
-    outputs = policies.save_only_these_names(_BLOCK)
+    outputs = policies.save_only_these_names(BLOCK)
     return outputs if remat == "block" else policies.save_from_both_policies(outputs, _of_weights)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..jaxprs.blocks import has_blocks
 from ..jaxprs.edits import Edit, unchanged
 from ..jaxprs.row_parts import Pieces, in_parts, scatter_parts, sum_narrow, sum_parts
 from ..layouts.layout import Layout
@@ -21,7 +22,7 @@ from .leaving import leaving_in_turn
 from .loop_scatters import scattering_in_loops
 from .own_checkpoints import with_own_checkpoints
 from .platform import traced_for, traced_for_gpu
-from .remat import BY_BLOCK, blocks, has_blocks, policy_of, recomputing
+from .remat import BY_BLOCK, blocks, policy_of, recomputing, with_blocks
 from .remat_stretches import Cut, Equations, Stretch, but_gathered, gathered, in_stretches
 from .summing import GradientSum, sum_flat, way_of
 
@@ -283,6 +284,7 @@ def _in_turn(
 
     def by_layers(jaxpr: Any, params: Sequence[Any]) -> tuple[Any, list[Spread]]:
         by_var = dict(zip(params, sharing.layouts, strict=True))
+        jaxpr = with_blocks(jaxpr) if remat in BY_BLOCK else jaxpr
 
         def keeps(loop: Any) -> Any:  # a loop whose blocks are computed again gathers again, too
             return None if remat in BY_BLOCK and has_blocks(loop) else policy

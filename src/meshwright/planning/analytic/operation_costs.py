@@ -87,7 +87,7 @@ def _operations(assignment: Assignment) -> Iterator[OperationCost]:
             layer=operation.path,
             phase=_phase(graph, operation, facts.kinds, facts.is_forward[place]),
             work=every[problem.work_of[place]],
-            again=assignment.choices.remat in work.again,
+            again=work.runs_with(assignment.choices.remat) > 1,
             itemsize=graph.tensors[touched[0]].itemsize if touched else 0,
             whole_flops=operation.flops * operation.times,
         )

@@ -130,15 +130,18 @@ class _Search:
             require_times(setting, request.target, request.hardware)
             bound = least_shared_s(request.problem, setting)
             for zero in self._levels(axes):
-                self._push(bound, axes, self._base(zero))
+                for base in self._bases(zero):
+                    self._push(bound, axes, base)
             return
         for choices in self._choices(axes):
             self._push(0.0, axes, choices)
 
-    def _base(self, zero: int) -> Choices:
-        """The choices that take the least time at a level of ZeRO."""
-        least = min(self.request.space.remat, key=EVERY_REMAT.index)
-        return Choices(zero, min(self.request.space.accumulate), least)
+    def _bases(self, zero: int) -> list[Choices]:
+        """The choices that may take the least time at a level of ZeRO: without remat, unless that
+        spares a loop what it stacks."""
+        remat = sorted(self.request.space.remat, key=EVERY_REMAT.index)
+        some = remat if self.request.problem.is_spared_by_remat else remat[:1]
+        return [Choices(zero, min(self.request.space.accumulate), one) for one in some]
 
     def _levels(self, axes: Axes) -> Sequence[int]:
         """Levels of ZeRO, which need something to share state out over."""
@@ -225,11 +228,12 @@ class _Search:
 
     def _push_children(self, node: _Node, least_s: float) -> None:
         """More micro-batches, or recomputing, take more time; they only help what does not fit."""
-        base = self._base(node.choices.zero)
-        if node.choices != base:
+        bases = self._bases(node.choices.zero)
+        if node.choices not in bases:
             return
         for choices in self._choices(node.axes):
-            if choices.zero == base.zero and choices != base:
+            is_own = len(bases) == 1 or choices.remat == node.choices.remat
+            if choices.zero == node.choices.zero and choices not in bases and is_own:
                 self._push(least_s * _CLOSE, node.axes, choices)
 
     def _solve_memory(self, tables: Tables, deadline_s: float) -> None:

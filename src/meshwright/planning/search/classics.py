@@ -164,7 +164,7 @@ class _Classics:
             is_fastest = (
                 self.request.objective == "time" and tables.time_s(masks) <= tables.least_time_s
             )
-            if is_fastest and self._fits(result):
+            if is_fastest and self._fits(result) and not self.request.problem.is_spared_by_remat:
                 return  # more remat takes more time
 
     def _is_beaten(self, tables: Tables, best: Candidate) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..graph import Graph, Joint, Operation
 from .choices import EVERY_REMAT, Remat
 from .facts import Facts, facts_of, is_layer
-from .lifetimes import is_computed_again
+from .recompute import times_done
 
 _DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64"}  # by bytes, as products run
 _RESTING = (
@@ -91,7 +91,11 @@ class Work:
     whole: frozenset[int]
     moves: tuple[Move, ...]
     times: int
-    again: frozenset[Remat]  # the kinds of remat that do it twice
+    runs: tuple[int, ...]  # with each kind of remat, for each of ``times``
+
+    def runs_with(self, remat: Remat) -> int:
+        """How often it is done where it is done once without remat."""
+        return self.runs[EVERY_REMAT.index(remat)]
 
     @property
     def is_free(self) -> bool:
@@ -128,6 +132,11 @@ class Compact:
     halves: dict[int, int]
 
     @functools.cached_property
+    def is_spared_by_remat(self) -> bool:
+        """Whether some work is not done with remat, so that this may save time as well."""
+        return any(0 in work.runs for work in self.works)
+
+    @functools.cached_property
     def laid_out(self) -> frozenset[int]:
         """The units that parameters, state or inputs have. No layout says how the others lie, which
         activations alone have, so a plan cannot split them."""
@@ -142,7 +151,8 @@ def compact(graph: Graph, platform: str = "", kind: str = "") -> Compact:
     units, unit_of = _units(graph)
     sent = _sent(graph, facts, platform)
     pieces, piece_of = _pieces(graph, facts, unit_of, sent)
-    reader = _Reader(graph, facts, unit_of, pieces, piece_of, on_cpu=platform == "cpu")
+    runs = [*zip(*(times_done(graph, how) for how in EVERY_REMAT), strict=True)]
+    reader = _Reader(graph, facts, unit_of, pieces, piece_of, runs, on_cpu=platform == "cpu")
     all_work = [reader.work(place, op) for place, op in enumerate(graph.operations)]
     works = tuple(dict.fromkeys(all_work))
     place_of = {work: place for place, work in enumerate(works)}
@@ -262,6 +272,7 @@ class _Reader:
     unit_of: tuple[int, ...]
     pieces: tuple[Piece, ...]
     piece_of: list[int]
+    runs: Sequence[tuple[int, ...]]
     on_cpu: bool
 
     def work(self, place: int, operation: Operation) -> Work:
@@ -292,9 +303,7 @@ class _Reader:
                 for j in operation.joints
             ),
             times=operation.times,
-            again=frozenset(
-                how for how in EVERY_REMAT if is_computed_again(self.facts, place, how)
-            ),
+            runs=self.runs[place],
         )
 
     def _joint_clashes(self, operation: Operation, moved: Mapping[int, Joint]) -> frozenset[int]:

@@ -72,7 +72,7 @@ def facts_of(graph: Graph) -> Facts:
         kinds=kinds,
         is_fused=_fused(graph),
         is_forward=tuple(place < begins for place in range(len(graph.operations))),
-        blocks=tuple(block_of(operation.path) for operation in graph.operations),
+        blocks=tuple(operation.block or block_of(operation.path) for operation in graph.operations),
         is_of_weights=tuple(_is_of_weights(graph, operation) for operation in graph.operations),
         batch=batch,
     )
@@ -175,7 +175,10 @@ def _shape_key(tensor: GraphTensor) -> frozenset[tuple[int | None, int]]:
 
 
 def _first_gradient(graph: Graph, kinds: tuple[str, ...], batch: int | None) -> int:
+    """Where the first gradient of a parameter is made, or the first loop of the backward pass."""
     for place, operation in enumerate(graph.operations):
+        if operation.is_backward and operation.kind == "scan":
+            return place
         if batch in operation.summed and any("gradient" in kinds[t] for t in operation.results):
             return place
     return len(graph.operations)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from .choices import Choices, Remat
+from .choices import EVERY_REMAT, Choices, Remat
 from .compact import Compact, Piece, Work
 from .cost import columns, divides, held_bytes
 from .eliminate import Elimination
@@ -50,23 +50,22 @@ class Corner:
         if key not in self.cache:
             total = self._parameters_s(zero)
             # In the order of the works, that sums are the same in each process.
-            for again in dict.fromkeys(self.lay.problem.works[place].again for place in self.works):
-                runs = 2 if remat in again else 1
-                works_s = self._works_s(0, False, again) + self._works_s(level, True, again)
-                total = total + runs * works_s
+            for runs in dict.fromkeys(self.lay.problem.works[place].runs for place in self.works):
+                works_s = self._works_s(0, False, runs) + self._works_s(level, True, runs)
+                total = total + runs[EVERY_REMAT.index(remat)] * works_s
             self.cache[key] = total
         return self.cache[key]
 
-    def _works_s(self, level: int, shares: bool, again: frozenset[Remat]) -> np.ndarray:
-        """What works take that are computed again in these ways, recomputing apart: of those whose
+    def _works_s(self, level: int, shares: bool, runs: tuple[int, ...]) -> np.ndarray:
+        """What works take that are done so often with remat, recomputing apart: of those whose
         results ZeRO shares, or the others."""
-        key = "works", level, shares, again
+        key = "works", level, shares, runs
         if key not in self.cache:
             problem, lay = self.lay.problem, self._at(level)
             total = np.zeros(lay.rows)
             for place in self.works:
                 work = problem.works[place]
-                if work.is_free or work.again != again or _shares(problem, work) != shares:
+                if work.is_free or work.runs != runs or _shares(problem, work) != shares:
                     continue
                 spent = work_spent(lay, work)
                 total += problem.counts[place] * (spent.compute_s + spent.communication_s)
@@ -161,7 +160,8 @@ def least_shared_s(problem: Compact, setting: Setting) -> float:
     for work, count in zip(problem.works, problem.counts, strict=True):
         moved = sum(pieces[place].nbytes for place in (*work.reads, *work.writes))
         flops_s = work.flops * setting.seconds_per_flop.get(work.dtype, 0.0)
-        total += count * work.times * max(flops_s, moved * setting.seconds_per_byte)
+        runs = count * work.times * min(work.runs)
+        total += runs * max(flops_s, moved * setting.seconds_per_byte)
     return total / every
 
 

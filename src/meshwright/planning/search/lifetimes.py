@@ -17,6 +17,7 @@ from ..graph import Graph
 from .buffers import Buffer, buffers_on_cpu, buffers_on_tpu
 from .choices import Remat
 from .facts import Facts, facts_of, is_turn
+from .recompute import dropped, is_computed_again
 
 if TYPE_CHECKING:
     from .compact import Compact
@@ -114,7 +115,10 @@ def _traced(
     facts, end = facts_of(problem.graph), max(len(at) - 1, 0)
     lifetimes = list(_resting(problem, facts, end))
     begins = _made_again(facts, buffers, remat)
+    left = dropped(problem.graph, remat)
     for buffer in buffers:
+        if buffer.tensor in left:
+            continue
         kind = facts.kinds[buffer.tensor]
         # Level 3 gathers a cast for each operation that reads it, and keeps it for none.
         if kind in _RESTING or (zero == 3 and kind == "cast"):
@@ -175,17 +179,6 @@ def _made_again(facts: Facts, buffers: Iterable[Buffer], remat: Remat) -> dict[i
     return {tensor: begins[block] for tensor, block in inner.items()}
 
 
-def is_computed_again(facts: Facts, operation: int, remat: Remat) -> bool:
-    """Whether an operation is done twice: it is in a block of the forward pass.
-
-    Selective remat spares products with weights (Korthikanti et al. 2022).
-    """
-    if remat == "none" or (remat == "selective" and facts.is_of_weights[operation]):
-        return False
-    in_block = facts.is_forward[operation] and bool(facts.blocks[operation])
-    return in_block and facts.has_backward
-
-
 def _on_cpu(problem: Compact, zero: int, remat: Remat) -> Timeline:
     """Breadth first: each operation as soon as what it reads is there."""
     graph, facts = problem.graph, facts_of(problem.graph)
@@ -195,8 +188,9 @@ def _on_cpu(problem: Compact, zero: int, remat: Remat) -> Timeline:
     end = max(len(order) - 1, 0)
     lifetimes = list(_resting(problem, facts, end))
     in_pieces = _cast_in_pieces(graph, facts) if zero == 3 else frozenset[int]()
+    left = in_pieces | dropped(graph, remat)  # other remat is undone by the compiler
     for buffer in buffers:
-        if buffer.tensor in in_pieces:
+        if buffer.tensor in left:
             continue
         kind, last = facts.kinds[buffer.tensor], max(map(at.__getitem__, buffer.reads), default=0)
         if kind == "gradient" and zero < 2:

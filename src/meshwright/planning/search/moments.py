@@ -33,7 +33,7 @@ def alive(problem: Compact, choices: Choices) -> np.ndarray:
 def _alive(problem: Compact, remat: Remat, accumulate: int, zero: int) -> np.ndarray:
     on_cpu = problem.platform == "cpu"
     beside = accumulate if on_cpu else 1
-    result = _moments(problem, "none" if on_cpu else remat, zero, beside, accumulate > 1)
+    result = _moments(problem, remat, zero, beside, accumulate > 1)
     if accumulate == 1:
         return result
     sums = np.array([count for _, count in problem.parameters], result.dtype)

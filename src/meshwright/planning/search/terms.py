@@ -211,7 +211,7 @@ def work_spent(lay: Lay, work: Work) -> Spent:
 
 def runs_of(lay: Lay, work: Work) -> int:
     """How often an operation runs in a step, micro-batches apart."""
-    return work.times * (2 if lay.choices.remat in work.again else 1)
+    return work.times * work.runs_with(lay.choices.remat)
 
 
 def work_done(lay: Lay, work: Work) -> tuple[Values, Values]:
