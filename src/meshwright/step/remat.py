@@ -6,9 +6,9 @@ time: each is a ``jax.checkpoint`` of its own, whose backward pass begins when i
 come. ``"selective"`` keeps what products and convolutions with weights yield, too, and computes the
 rest of a block again: normalization, activations, and attention, whose scores take most of the
 memory and little of the time (Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022). Front ends and users mark outputs by :func:`block_output`; where none
-is marked, each turn of a loop is a block. Any other word names a policy of ``jax.checkpoint_policies``
-that takes no arguments, such as ``"nothing_saveable"``.
+Transformer Models", 2022). Front ends and users mark outputs by :func:`block_output`; where none is
+marked, each turn of a loop is a block. Any other word names a policy of
+``jax.checkpoint_policies`` that takes no arguments, such as ``"nothing_saveable"``.
 """
 
 from __future__ import annotations
