@@ -91,7 +91,7 @@ def test_a_group_along_a_part_of_an_axis_takes_the_links_of_that_part():
     [
         ("v5p:4x4x4", (("data", 16), ("model", 4)), ["ici over 2", "ici"]),
         ("v5p:4x4x4", (("data", 8), ("model", 8)), ["ici", "ici"]),
-        ("v4:2x2x1", (("data", 2), ("model", 4)), ["ici", "ici"]),
+        ("v4:2x2x2", (("data", 2), ("model", 4)), ["ici", "ici over 2"]),
         ("h100:16", (("data", 2), ("model", 8)), ["network", "nvlink"]),
         ("h100:16", (("data", 4), ("model", 4)), ["network + nvlink", "nvlink"]),
         ("h100:8", (("data", 4), ("model", 2)), ["nvlink", "nvlink"]),

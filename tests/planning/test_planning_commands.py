@@ -158,7 +158,7 @@ def test_a_step_is_costed_by_measured_rates_or_by_a_file(job, requests, tmp_path
 
 def test_without_a_mesh_all_devices_share_the_batch(job, requests):
     calls, _ = requests
-    run("planned_job:program", "--target", "v4:2x2x1")
+    run("planned_job:program", "--target", "v4:2x2x2")
     [(_, _, strategy, _, _)] = calls
     assert strategy.mesh.axes == (("batch", 8),)
 

@@ -15,7 +15,10 @@ GIB = 1 << 30
 
 
 def numbers_of(chip: Hardware) -> list[str]:
-    plain = ("memory_bytes", "memory_bandwidth_bytes_per_s", "devices_per_node")
+    plain = (
+        *("memory_bytes", "memory_bandwidth_bytes_per_s", "on_chip_bytes"),
+        "devices_per_node",
+    )
     results = [name for name in plain if getattr(chip, name) is not None]
     results += ["peak_flops_per_s"] if chip.peak_flops_per_s else []
     for link in chip.links:

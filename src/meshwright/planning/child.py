@@ -17,6 +17,8 @@ from typing import Any
 from .. import topology
 from ..errors import MeshwrightError
 
+_MEGACORE = "megacore"  # both cores of a TPU v4 are one device where it runs, not as libtpu begins
+
 
 def main(folder: Path) -> None:
     """Compile the step in the folder and write down what the compiler says."""
@@ -71,9 +73,10 @@ def _devices(job: dict[str, Any], shape: tuple[int, ...]) -> list[Any]:
         return jax.devices("cpu")
     from jax.experimental import topologies
 
-    name, platform, details = f"{job['kind']}:{'x'.join(map(str, job['topology']))}", "tpu", {}
+    name, platform = f"{job['kind']}:{'x'.join(map(str, job['topology']))}", "tpu"
+    details: dict[str, Any] = {"chip_config_name": _MEGACORE} if job["kind"] == "v4" else {}
     if slices := job.get("slices"):
-        details = {"num_slices": slices}
+        details["num_slices"] = slices
     if gpus := job.get("gpus"):
         platform = "cuda"
         details = {"topology": gpus["topology"], "target_config": gpus["config"]}

@@ -24,6 +24,7 @@ _NUMBERS = (
     "call_s",
     "handover_s",
     "devices_per_node",
+    "on_chip_bytes",
 )
 _KEYS = (*_NUMBERS, "name", "peak_flops_per_s", "links", "rates", "sources")
 _LINK_NUMBERS = ("bytes_per_s", "latency_s")
@@ -62,6 +63,7 @@ class Hardware:
     """A kind of device, as JAX shows it; ``None`` for what is not known.
 
     ``peak_flops_per_s`` holds ``(dtype, FLOP/s)`` of matrix products without sparsity.
+    ``on_chip_bytes`` is a TPU's own memory, where XLA keeps arrays that are soon read again.
     ``elements_per_s`` is the speed of elementwise work, ``instruction_s`` what each instruction
     costs besides, ``call_s`` each call of a compiled function, and ``handover_s`` what it takes
     another thread to begin, where they were measured (:func:`calibrate`). So are ``rates``, which
@@ -85,6 +87,7 @@ class Hardware:
     handover_s: float | None = None
     rates: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
     devices_per_node: int | None = None
+    on_chip_bytes: int | None = None
     sources: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def peak(self, dtype: str) -> float | None:
@@ -277,6 +280,7 @@ def _hardware(read: Mapping[str, Any]) -> Hardware:
             for kind, points in read.get("rates", {}).items()
         ),
         devices_per_node=whole("devices_per_node"),
+        on_chip_bytes=whole("on_chip_bytes"),
         sources=tuple(read.get("sources", {}).items()),
     )
 

@@ -21,12 +21,12 @@ class _Kind(NamedTuple):
     comes_in_nodes: bool = False  # which may stand before the count: 2x8 are two of eight
 
 
-# TPU v2, v3 and v4 show each core of a chip as a device, TPU7x each of its two chiplets.
+# TPU v2 and v3 show each core of a chip as a device, TPU7x each of its two chiplets.
 _KINDS = {
     "cpu": _Kind("cpu", 1),
     "v2": _Kind("tpu", 2, 2),
     "v3": _Kind("tpu", 2, 2),
-    "v4": _Kind("tpu", 3, 2),
+    "v4": _Kind("tpu", 3),
     "v5e": _Kind("tpu", 2),
     "v5p": _Kind("tpu", 3),
     "v6e": _Kind("tpu", 2),
@@ -124,7 +124,7 @@ class Target:
     def num_devices(self) -> int:
         """How many devices JAX sees there; a TPU chip of some kinds is two.
 
-        >>> Target("v4", (2, 2, 1)).num_devices
+        >>> Target("v3", (2, 2)).num_devices
         8
         """
         return self.slices * self.devices_per_slice

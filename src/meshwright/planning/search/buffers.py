@@ -13,9 +13,10 @@ written, unless several operations read it and to compute it again would cost mo
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from ..graph import Graph, Operation
@@ -91,6 +92,18 @@ def buffers_on_tpu(graph: Graph, keeps: bool, kind: str = "") -> tuple[Buffer, .
     but on chips of ``kind`` v5e and v6e, which have less bandwidth for their FLOPs, both are.
     """
     return tuple(_OnTpu(graph, facts_of(graph), keeps, kind not in _SCARCE).buffers())
+
+
+@functools.lru_cache(maxsize=8)
+def moved_on_tpu(graph: Graph, kind: str) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """What each operation reads from memory and writes there, below level 3 of ZeRO."""
+    return tuple(_OnTpu(graph, facts_of(graph), False, kind not in _SCARCE).moved())
+
+
+@functools.lru_cache(maxsize=8)
+def moved_on_gpu(graph: Graph) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """The same for GPUs."""
+    return tuple(_OnGpu(graph, facts_of(graph)).moved())
 
 
 def _begins_of_loops(graph: Graph) -> dict[int, int]:
@@ -183,14 +196,31 @@ class _Fusion:
             buffer.start = begins.get(buffer.start, buffer.start)
             yield buffer
 
+    def moved(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """What each operation reads and writes, arguments of the step included."""
+        results = {place: tuple(self._results(place)) for place in self.places}
+        written = {t for some in results.values() for t in some if self._source[t] == t}
+        for place, operation in enumerate(self._ops):
+            runs = place in results and (
+                self._is_run(place) or not written.isdisjoint(operation.results)
+            )
+            reads = tuple(self._reads(place, written)) if runs else ()
+            yield reads, tuple(t for t in results.get(place, ()) if t in written)
+
     def _tell(self, place: int, written: dict[int, Buffer]) -> None:
-        """An operation reads memory through the elementwise work that is fused into it."""
+        for t in self._reads(place, written):
+            if t in written:
+                written[t].reads.append(place)
+
+    def _reads(self, place: int, written: Container[int]) -> Iterator[int]:
+        """What lies in memory that an operation reads, through the elementwise work that is fused
+        into it."""
         todo = self._operands(place)
         visited = set(todo)
         for t in todo:  # which grows
-            if t in written:
-                written[t].reads.append(place)
-            elif t in self._maker and self._is_loop(self._maker[t]):
+            if t in written or t not in self._maker:
+                yield t
+            elif self._is_loop(self._maker[t]):
                 more = [o for o in self._operands(self._maker[t]) if o not in visited]
                 visited.update(more)
                 todo += more
@@ -300,6 +330,41 @@ class _OnCpu(_Fusion):
     def _finish(self, buffer: Buffer) -> None:
         if self._ops[buffer.start].kind in _TWICE_ON_CPU:
             buffer.copies = 2
+
+
+class _OnGpu(_OnCpu):
+    """A softmax or a normalization of rows is one kernel: between two products elementwise work and
+    sums over a row write nothing for each other, and read an array once."""
+
+    merges_equal_work = False
+
+    def moved(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        here: set[int] = set()  # what a kernel has read or written
+        for place, (reads, writes) in enumerate(super().moved()):
+            if not (self._is_loop(place) or self._is_sum(place)):
+                here.clear()
+                yield reads, writes
+                continue
+            yield tuple(t for t in reads if t not in here), writes
+            is_of_columns = self._facts.batch in self._ops[place].summed
+            here.update(writes if is_of_columns else (*reads, *writes))
+
+    def _is_written(self, t: int) -> bool:
+        place, readers = self._maker[t], self._readers.get(t, ())
+        if not self._is_loop(place) or not readers:
+            return super()._is_written(t)
+        is_here = max(readers) < self._next_product(place)
+        if is_here and all(self._is_loop(reader) or self._is_sum(reader) for reader in readers):
+            return False
+        return super()._is_written(t)
+
+    def _next_product(self, place: int) -> int:
+        at = bisect.bisect(self._products, place)
+        return self._products[at] if at < len(self._products) else len(self._ops)
+
+    @functools.cached_property
+    def _products(self) -> list[int]:
+        return [place for place in self.places if self._ops[place].kind in _PRODUCTS]
 
 
 class _OnTpu(_Fusion):

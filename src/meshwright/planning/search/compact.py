@@ -11,6 +11,7 @@ from ..graph import Graph, Joint, Operation
 from .choices import EVERY_REMAT, Remat
 from .facts import Facts, facts_of, is_layer
 from .recompute import times_done
+from .traffic import Traffic, traffic_of
 
 _DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "float64"}  # by bytes, as products run
 _RESTING = (
@@ -71,7 +72,8 @@ class Move:
 
 @dataclass(frozen=True)
 class Work:
-    """A kind of operation. ``reads`` and ``writes`` say which operands and results move bytes.
+    """A kind of operation. ``far`` and ``near`` are what it reads from memory and writes there;
+    near is what may stay in the chip. ``writes`` are the results that are written at all.
 
     All that neither sums, gathers nor multiplies is of the kind "elementwise", but for what a loop
     stacks or takes out of a stack, which is a "scan", as is a layer that is taken by its number.
@@ -84,7 +86,8 @@ class Work:
     dtype: str
     operands: tuple[int, ...]
     results: tuple[int, ...]
-    reads: tuple[int, ...]
+    far: tuple[int, ...]
+    near: tuple[int, ...]
     writes: tuple[int, ...]
     units: frozenset[int]
     summed: frozenset[int]
@@ -100,7 +103,7 @@ class Work:
     @property
     def is_free(self) -> bool:
         """Whether it takes no time whatever the layout, as fusion does it on the way."""
-        costs = (self.flops, self.reads, self.writes, self.summed, self.whole, self.moves)
+        costs = (self.flops, self.far, self.near, self.summed, self.whole, self.moves)
         return not any(costs)
 
 
@@ -152,7 +155,8 @@ def compact(graph: Graph, platform: str = "", kind: str = "") -> Compact:
     sent = _sent(graph, facts, platform)
     pieces, piece_of = _pieces(graph, facts, unit_of, sent)
     runs = [*zip(*(times_done(graph, how) for how in EVERY_REMAT), strict=True)]
-    reader = _Reader(graph, facts, unit_of, pieces, piece_of, runs, on_cpu=platform == "cpu")
+    traffic = traffic_of(graph, platform, kind)
+    reader = _Reader(graph, facts, unit_of, pieces, piece_of, runs, traffic, platform == "cpu")
     all_work = [reader.work(place, op) for place, op in enumerate(graph.operations)]
     works = tuple(dict.fromkeys(all_work))
     place_of = {work: place for place, work in enumerate(works)}
@@ -273,6 +277,7 @@ class _Reader:
     pieces: tuple[Piece, ...]
     piece_of: list[int]
     runs: Sequence[tuple[int, ...]]
+    traffic: Sequence[Traffic]
     on_cpu: bool
 
     def work(self, place: int, operation: Operation) -> Work:
@@ -283,17 +288,19 @@ class _Reader:
         sizes = [self.graph.tensors[t].itemsize for t in operation.operands]
         by_number = operation.kind == "slice" and is_layer(self.graph, operation)
         read = operation.results if by_number else operation.operands
-        reads = [piece_of[t] for t in read if not fused[t]]
-        operands = [piece_of[t] for t in operation.operands]
+        reads = {piece_of[t] for t in read if not fused[t]}
+        operands = {piece_of[t] for t in operation.operands}
+        far, near = self.traffic[place]
         simple = not (operation.flops or summed or whole or moved)
         kind = "scan" if by_number else operation.kind
         return Work(
             kind="elementwise" if simple and kind != "scan" else kind,
             flops=operation.flops + (operation.between_groups if self.on_cpu else 0.0),
             dtype="" if simple else _DTYPES.get(max(sizes, default=4), "float32"),
-            operands=tuple(sorted(set(reads) if simple else operands)),
+            operands=tuple(sorted(reads if simple else operands)),
             results=tuple(piece_of[t] for t in operation.results),
-            reads=tuple(sorted(reads)),
+            far=tuple(sorted(piece_of[t] for t in far)),
+            near=tuple(sorted(piece_of[t] for t in near)),
             writes=tuple(piece_of[t] for t in operation.results if not fused[t]),
             units=(self._joint_clashes(operation, moved) | summed) - whole,
             summed=summed - whole,

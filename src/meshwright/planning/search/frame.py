@@ -158,7 +158,7 @@ def least_shared_s(problem: Compact, setting: Setting) -> float:
     """Arithmetic and memory traffic alone, shared by all devices of the mesh."""
     every, pieces, total = float(np.max(setting.size_of)), problem.pieces, 0.0
     for work, count in zip(problem.works, problem.counts, strict=True):
-        moved = sum(pieces[place].nbytes for place in (*work.reads, *work.writes))
+        moved = sum(pieces[place].nbytes for place in work.far)
         flops_s = work.flops * setting.seconds_per_flop.get(work.dtype, 0.0)
         runs = count * work.times * min(work.runs)
         total += runs * max(flops_s, moved * setting.seconds_per_byte)
@@ -185,8 +185,9 @@ def _scope_of_work(problem: Compact, work: Work) -> frozenset[int]:
     scope = set(work.units | work.summed | work.whole)
     shares = False
     for place in (*work.operands, *work.results):
-        scope |= problem.pieces[place].scope
         shares |= problem.pieces[place].is_shareable
+    for place in {*work.operands, *work.results, *work.far, *work.near}:
+        scope |= problem.pieces[place].scope
     for move in work.moves:
         scope |= {move.source, move.target}
     return frozenset(scope | _batch(problem, shares))

@@ -18,6 +18,7 @@ from ...targets.target import Target
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 _PROBE_BYTES = 1 << 30
+_OF_CHIP = 0.5  # of a chip's own memory: one array is there beside another
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,8 @@ class Setting:
 
     A set of axes is a number, bit ``i`` for the ``i``-th axis of the mesh. ``size_of`` gives the
     devices of each set, ``rate_s_per_byte`` and ``delay_s`` per kind what a collective over it
-    takes. ``seconds_per_flop`` is ``None``, as are the others, where a constant is not known.
+    takes. ``seconds_per_flop`` is ``None``, as are the others, where a constant is not known. Of an
+    array that is soon read again, ``kept_bytes`` stay in the chip.
     """
 
     axes: Axes
@@ -35,6 +37,7 @@ class Setting:
     delay_s: dict[str, np.ndarray]
     seconds_per_flop: dict[str, float]
     seconds_per_byte: float
+    kept_bytes: float
     missing: tuple[str, ...]
 
     @property
@@ -68,6 +71,7 @@ def setting_of(axes: Axes, target: Target, hardware: Hardware) -> Setting:
             dtype: 1.0 / (speed or fallback or float("inf")) for dtype, speed in speeds.items()
         },
         seconds_per_byte=1.0 / (clock.bytes_per_s or float("inf")),
+        kept_bytes=_OF_CHIP * (hardware.on_chip_bytes or 0),
         missing=tuple(dict.fromkeys(missing)),
     )
 

@@ -221,11 +221,13 @@ def work_done(lay: Lay, work: Work) -> tuple[Values, Values]:
     updates = _updates(lay, work)
     if updates:
         divisor = divisor * _pieces(lay, lay.problem.pieces[work.results[0]])
-    moved = np.zeros(lay.rows)
-    for place in (*work.reads, *work.writes):
-        piece = lay.problem.pieces[place]
-        cut = _pieces(lay, piece) if updates else 1
-        moved = moved + loops * used_bytes(lay, piece, work) / cut
+    moved, pieces = np.zeros(lay.rows), lay.problem.pieces
+    for place in work.far:
+        cut = _pieces(lay, pieces[place]) if updates else 1
+        moved = moved + loops * used_bytes(lay, pieces[place], work) / cut
+    for place in work.near:
+        rest = used_bytes(lay, pieces[place], work) - lay.setting.kept_bytes
+        moved = moved + loops * np.maximum(rest, 0.0)
     return work.flops / divisor, moved
 
 
