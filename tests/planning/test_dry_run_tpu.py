@@ -135,6 +135,37 @@ def test_a_loop_over_layers_sends_what_the_planner_expects(zero):
     assert sent(compile=False) == pytest.approx(expected, rel=0.01, abs=4)
 
 
+@pytest.mark.parametrize(
+    ("target", "rows", "how"),
+    [
+        ("v5e:2x4", 1024, {"zero": 3, "remat": "block"}),
+        pytest.param("v5p:2x2x2", 8192, {"zero": 1}, marks=pytest.mark.full),
+    ],
+)
+def test_the_time_of_a_loop_is_estimated_near_the_compilers(target, rows, how):
+    """Most of what one layer computes stays in the chip; it was taken to be written and read."""
+    width, depth = 1024, 8
+
+    def block(x, w):
+        hidden = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        return x + jax.nn.gelu(hidden @ w["up"]) @ w["down"], None
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(block, x, params)[0] ** 2)
+
+    weights = {"up": shapes(depth, width, 4 * width), "down": shapes(depth, 4 * width, width)}
+    program = mw.jax_program(loss, weights, adam(0.1))
+    strategy = mw.Sharded(mw.Mesh({"batch": 8}), {}, batch="batch", **how)
+
+    def step_s(compile: bool) -> float | None:
+        batch = shapes(8 * rows, width)
+        return mw.dry_run(
+            program, batch, strategy=strategy, target=target, compile=compile
+        ).step_time_s
+
+    assert step_s(compile=False) == pytest.approx(step_s(compile=True), rel=0.35)
+
+
 # Attention, of which a block holds far more inside than it hands on
 
 WIDTH, HEADS, LENGTH, ROWS = 256, 2, 1024, 2048

@@ -18,7 +18,7 @@ from meshwright.planning.search.eliminate import Elimination
 from meshwright.planning.search.frame import frame_of
 from meshwright.planning.search.lagrangian import relaxed
 from meshwright.planning.search.setting import setting_of
-from meshwright.planning.search.solve import GAP, solve_time
+from meshwright.planning.search.solve import GAP, solve_memory, solve_time
 from meshwright.targets.hardware import hardware_of
 from meshwright.targets.target import Target
 
@@ -69,8 +69,10 @@ def test_prices_bound_what_the_solver_finds(zero):
     tables = tables_of(frame_of(problem, setting, 1), Choices(zero))
     time_s, free = tables.free
     assert time_s == pytest.approx(tables.time_s(free))
-    smallest, largest = tables.least_bytes, int(tables.peaks(free).max())
     deadline = time.monotonic() + 60
+    least = solve_memory(tables, deadline, None).masks
+    assert least is not None
+    smallest, largest = (int(tables.peaks(masks).max()) for masks in (least, free))
     met = 0
     for share in (0.1, 0.5, 0.7, 0.9):
         limit = int(smallest + share * (largest - smallest))

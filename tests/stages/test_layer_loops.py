@@ -102,7 +102,7 @@ def trained(trainer: mw.Trainer, **how: Any) -> dict[str, Any]:
 
 def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     for path, value in expected.items():
-        np.testing.assert_allclose(result[path], value, atol=2e-6, err_msg=path)
+        np.testing.assert_allclose(result[path], value, rtol=2e-6, atol=2e-6, err_msg=path)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_run_goes_on_with_other_stages_or_none(tmp_path: pathlib.Path) -> None
     alone = trainer(scanned, {"data": 1})
     expected, _ = alone.train(alone.init(), [ROWS] * 3)
     for path, value in expected.params.items():
-        np.testing.assert_allclose(state.params[path], value, atol=2e-6, err_msg=path)
+        np.testing.assert_allclose(state.params[path], value, rtol=2e-6, atol=2e-6, err_msg=path)
 
 
 @pytest.mark.full
