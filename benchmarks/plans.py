@@ -43,6 +43,7 @@ RESULTS = Path(__file__).with_name("results") / "plans.json"
 VERIFY = 2
 BLOCKS: dict[str, Literal["whole", "few"]] = {"cuda": "whole"}  # elsewhere "few": whole takes hours
 FAR = 2.0  # times a device's memory, by the model: compilers try for long to make so much fit
+STAGES = "stage"  # what the planner calls the axis of a pipeline
 _MANY = 4  # rules, which a table has no room for
 
 
@@ -308,7 +309,10 @@ def on_one_device(job: Job) -> Graph:
 
 
 def option_by_model(job: Job, graph: Graph, option: dict[str, Any]) -> dict[str, Any]:
-    """What the planner's model says of an option; nothing where dims are called otherwise now."""
+    """What the planner's model says of an option; nothing where dims are called otherwise now, and
+    of a pipeline, which takes a search of its own."""
+    if STAGES in option["axes"]:
+        return {}
     choices = Choices(option["zero"], option["accumulate"], option["remat"])
     axes = tuple(option["axes"].items())
     try:
