@@ -334,7 +334,8 @@ class _OnCpu(_Fusion):
 
 class _OnGpu(_OnCpu):
     """A softmax or a normalization of rows is one kernel: between two products elementwise work and
-    sums over a row write nothing for each other, and read an array once."""
+    sums over a row write nothing for each other, and read an array once. A product that alone reads
+    a parameter in another type converts it on the way."""
 
     merges_equal_work = False
 
@@ -353,10 +354,21 @@ class _OnGpu(_OnCpu):
         place, readers = self._maker[t], self._readers.get(t, ())
         if not self._is_loop(place) or not readers:
             return super()._is_written(t)
+        if len(readers) == 1 and self._is_converted(place):
+            return False
         is_here = max(readers) < self._next_product(place)
         if is_here and all(self._is_loop(reader) or self._is_sum(reader) for reader in readers):
             return False
         return super()._is_written(t)
+
+    def _is_converted(self, place: int) -> bool:
+        """Whether an operation makes another type of a parameter, once or twice."""
+        if self._ops[place].kind != "convert_element_type":
+            return False
+        (operand,) = self._operands(place)
+        if operand in self._maker:
+            return self._is_converted(self._maker[operand])
+        return self._graph.tensors[operand].role == "parameter"
 
     def _next_product(self, place: int) -> int:
         at = bisect.bisect(self._products, place)
