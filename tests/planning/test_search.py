@@ -364,6 +364,18 @@ def test_remat_is_proven_where_it_spares_a_loop_its_stacks():
     assert expected * (1 - 1e-9) <= best.cost.time_s <= 1.02 * expected
 
 
+def test_one_number_of_an_array_is_no_layer():
+    """A key that is split, or ``w[0]`` of a vector, is a slice without dims."""
+
+    def loss(weights, x):
+        noise = jax.random.split(jax.random.key(0), 2)
+        return jnp.mean((x * weights[0] + jax.random.normal(noise[0], x.shape)) ** 2)
+
+    program = mw.jax_program(loss, jax.ShapeDtypeStruct((4,), "float32"), optax.sgd(0.1))
+    plan = mw.plan(program, jax.ShapeDtypeStruct((64, 8), "float32"), target="v5e:2x2")
+    assert plan.chosen.time_s
+
+
 def test_meshes_and_axes_are_chosen_together():
     """All meshes of up to eight devices at once, against enumeration of all of them."""
     graph, hardware = mlp(48, 64, 96), ROUND

@@ -8,7 +8,7 @@ from .edits import equations
 from .flops import equation_flops
 
 BLOCK = "block output"  # the name of an output
-CUT_INSIDE = ("jit", "scan")  # calls and loops whose function may hold blocks
+_CUT_INSIDE = ("jit", "scan")  # calls and loops whose function may hold blocks
 
 
 def is_mark(eqn: Any) -> bool:
@@ -23,7 +23,7 @@ def has_marks(jaxpr: Any) -> bool:
 
 def has_blocks(eqn: Any) -> bool:
     """Whether it is a call or a loop with outputs of blocks inside."""
-    return eqn.primitive.name in CUT_INSIDE and has_marks(eqn.params["jaxpr"])
+    return eqn.primitive.name in _CUT_INSIDE and has_marks(eqn.params["jaxpr"])
 
 
 def has_turns(eqn: Any) -> bool:

@@ -9,6 +9,8 @@ written, unless several operations read it and to compute it again would cost mo
   that is to be computed again is not: the compiler merges equal work.
 * For TPU a product computes its operands as it goes, and does the elementwise work that follows on
   its result. An array that several read is written if more than two large arrays make it.
+* For GPU, of which only the traffic is counted, it is as for CPU, but for what one kernel does
+  between two products.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import functools
 import math
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..graph import Graph, Operation
 from .facts import Facts, facts_of, is_turn
@@ -94,14 +97,21 @@ def buffers_on_tpu(graph: Graph, keeps: bool, kind: str = "") -> tuple[Buffer, .
     return tuple(_OnTpu(graph, facts_of(graph), keeps, kind not in _SCARCE).buffers())
 
 
+class Moved(NamedTuple):
+    """The arrays that an operation reads from memory, and those that it writes there."""
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
 @functools.lru_cache(maxsize=8)
-def moved_on_tpu(graph: Graph, kind: str) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+def moved_on_tpu(graph: Graph, kind: str) -> tuple[Moved, ...]:
     """What each operation reads from memory and writes there, below level 3 of ZeRO."""
     return tuple(_OnTpu(graph, facts_of(graph), False, kind not in _SCARCE).moved())
 
 
 @functools.lru_cache(maxsize=8)
-def moved_on_gpu(graph: Graph) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+def moved_on_gpu(graph: Graph) -> tuple[Moved, ...]:
     """The same for GPUs."""
     return tuple(_OnGpu(graph, facts_of(graph)).moved())
 
@@ -196,7 +206,7 @@ class _Fusion:
             buffer.start = begins.get(buffer.start, buffer.start)
             yield buffer
 
-    def moved(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def moved(self) -> Iterator[Moved]:
         """What each operation reads and writes, arguments of the step included."""
         results = {place: tuple(self._results(place)) for place in self.places}
         written = {t for some in results.values() for t in some if self._source[t] == t}
@@ -205,7 +215,7 @@ class _Fusion:
                 self._is_run(place) or not written.isdisjoint(operation.results)
             )
             reads = tuple(self._reads(place, written)) if runs else ()
-            yield reads, tuple(t for t in results.get(place, ()) if t in written)
+            yield Moved(reads, tuple(t for t in results.get(place, ()) if t in written))
 
     def _tell(self, place: int, written: dict[int, Buffer]) -> None:
         for t in self._reads(place, written):
@@ -339,14 +349,14 @@ class _OnGpu(_OnCpu):
 
     merges_equal_work = False
 
-    def moved(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def moved(self) -> Iterator[Moved]:
         here: set[int] = set()  # what a kernel has read or written
         for place, (reads, writes) in enumerate(super().moved()):
             if not (self._is_loop(place) or self._is_sum(place)):
                 here.clear()
-                yield reads, writes
+                yield Moved(reads, writes)
                 continue
-            yield tuple(t for t in reads if t not in here), writes
+            yield Moved(tuple(t for t in reads if t not in here), writes)
             is_of_columns = self._facts.batch in self._ops[place].summed
             here.update(writes if is_of_columns else (*reads, *writes))
 

@@ -104,7 +104,7 @@ def is_turn(operation: Operation) -> bool:
 
 def is_layer(graph: Graph, operation: Operation) -> bool:
     """Whether it takes one layer out of a stacked array, in a loop or by its number."""
-    if operation.kind != "slice" or len(operation.operands) != 1:
+    if operation.kind != "slice" or not len(operation.operands) == 1 == len(operation.results):
         return is_turn(operation)
     stack, layer = graph.tensors[operation.operands[0]], graph.tensors[operation.results[0]]
     return layer.shape[:1] == (1,) != stack.shape[:1] and layer.shape[1:] == stack.shape[1:]

@@ -1,19 +1,19 @@
 """Which arrays each operation of a step reads from memory and writes there, to tell its time.
 
-Elementwise work reads and writes nothing between what is fused. On TPUs the rules of fusion are
-those of ``buffers.py``, and what is read again soon may stay in a chip's own memory, where it fits:
-XLA's memory space assignment keeps it there. Elsewhere an array is written unless elementwise work
+Elementwise work reads and writes nothing between what is fused, by the rules of ``buffers.py`` for
+TPUs and GPUs. On TPUs, what is read again soon may stay in a chip's own memory, where it fits: the
+memory space assignment of XLA keeps it there. On CPUs, an array is written unless elementwise work
 makes it for one reader.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..graph import Graph
-from .buffers import moved_on_gpu, moved_on_tpu
+from .buffers import Moved, moved_on_gpu, moved_on_tpu
 from .facts import Facts, facts_of, is_layer, is_turn
 
 _SOON = 64  # operations
@@ -60,10 +60,8 @@ def _unfused(graph: Graph, facts: Facts) -> Iterator[Traffic]:
         yield Traffic(tuple(t for t in (*read, *operation.results) if not facts.is_fused[t]))
 
 
-def _without_copies(
-    graph: Graph, facts: Facts, moved: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-) -> list[tuple[int, ...]]:
-    """The same without what XLA for TPUs does on the way: it takes layers out of stacks where they
+def _without_copies(graph: Graph, facts: Facts, moved: Sequence[Moved]) -> list[tuple[int, ...]]:
+    """What is moved, without what XLA does on the way: it takes layers out of stacks where they
     are read, puts results into stacks where they are made, and updates a parameter with its slots
     in one run."""
     layers = {t for op in graph.operations if is_turn(op) for t in op.results}
