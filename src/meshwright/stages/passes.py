@@ -10,13 +10,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..jaxprs.row_parts import Pieces, in_parts
 from ..program import Arrays
 from .halves import Halves
 from .parts import Functions
+from .places import entry, plus, put
 from .setting import Own, Rest, Setting
+
+
+class Kept(NamedTuple):
+    """What a pass left for later ones, by block: in ``values`` alone, or in a slot of buffers."""
+
+    values: Any
+    slot: Any = None
 
 
 class Passes:
@@ -40,16 +48,18 @@ class Passes:
         self._repeats, self._share = table.repeats, 1 / table.micro_batches
         by_repeat = self._by_repeat
         self.own = Own(
-            by_repeat(own.params), by_repeat(own.fixed), own.counted, by_repeat(own.taken)
-        )
+            by_repeat(own.params), by_repeat(own.fixed), by_repeat(own.counted, 1),
+            by_repeat(own.taken),
+        )  # fmt: skip
         self._blocks = self._by_block() if setting.unrolls else None
         self._others, self._state, self.rest = others, state, rest
         self._shared, self._micros = shared, micros
         self.before = {path: others[path] for path in setting.functions.params_before}
         self.after = {path: others[path] for path in setting.functions.params_after}
 
-    def _by_repeat(self, arrays: list[Any]) -> list[Any]:
-        return [a.reshape(self._repeats, -1, *a.shape[1:]) for a in arrays]
+    def _by_repeat(self, arrays: list[Any], dim: int = 0) -> list[Any]:
+        """With dims of repeats and of blocks in place of that of blocks."""
+        return [a.reshape(*a.shape[:dim], self._repeats, -1, *a.shape[dim + 1 :]) for a in arrays]
 
     def _by_block(self) -> list[Own]:
         """The arrays of each block of a run, with a dim of repeats: cut apart before the loop over
@@ -229,37 +239,46 @@ class Passes:
         """What a stage's run of blocks makes of its input."""
         read = self._read(micro)
 
-        def block(x: list[Any], own: Own, _: None) -> tuple[list[Any], None]:
-            params, rest = self._arguments(own, read)
+        def block(x: list[Any], number: Any) -> tuple[list[Any], None]:
+            params, rest = self._arguments(self._own(micro, repeat, number), read)
             return self._block(params, rest, x), None
 
-        y, _ = self._over_blocks(block, self._cut(x), self._of_run(micro, repeat))
+        y, _ = self._over_blocks(block, self._cut(x), repeat)
         return self._join(y)
 
-    def forward(self, x: list[Any], micro: Any, repeat: Any) -> tuple[list[Any], Any]:
-        """The same, and what :meth:`backward` needs of it, by block."""
+    def forward(
+        self, x: list[Any], micro: Any, repeat: Any, into: Kept | None = None
+    ) -> tuple[list[Any], Any]:
+        """The same, and what :meth:`backward` needs of it, by block; where buffers are given, these
+        with it in their slot."""
         read = self._read(micro)
 
-        def block(x: list[Any], own: Own, _: Any) -> tuple[list[Any], Any]:
-            params, rest = self._arguments(own, read)
+        def block(x: list[Any], number: Any) -> tuple[list[Any], Any]:
+            params, rest = self._arguments(self._own(micro, repeat, number), read)
             if self._setting.recompute_blocks:
                 return self._block(params, rest, x), (x, [])
             y, residuals = self._halves.forward(params, rest, x)
             return y, (x, residuals)
 
-        y, all_residuals = self._over_blocks(block, self._cut(x), self._of_run(micro, repeat))
-        return self._join(y), all_residuals
+        y, residuals = self._over_blocks(block, self._cut(x), repeat, self._keeping(into))
+        return self._join(y), residuals
 
     def backward(
-        self, residuals: Any, gradient: list[Any], grads: Any, micro: Any, repeat: Any
+        self,
+        residuals: Kept,
+        gradient: list[Any],
+        grads: Any,
+        micro: Any,
+        repeat: Any,
+        into: Kept | None = None,
     ) -> tuple[list[Any], Any]:
         """The gradient of a run's input, and ``grads`` with those of its weights; without
-        ``grads``, what :meth:`weights` needs, by block."""
+        ``grads``, what :meth:`weights` needs, by block, as :meth:`forward` gives it."""
         read, splits = self._read(micro), grads is None
 
-        def block(gradient: list[Any], own: Own, of: Any) -> tuple[list[Any], Any]:
-            ((x, of_block),) = of
-            params, rest = self._arguments(own, read)
+        def block(gradient: list[Any], number: Any) -> tuple[list[Any], Any]:
+            x, of_block = self._of_block(residuals, number)
+            params, rest = self._arguments(self._own(micro, repeat, number), read)
             if self._setting.recompute_blocks:
                 _, of_block = self._halves.forward(params, rest, x)
             gradient, cut = self._halves.backward(params, rest, x, of_block, gradient)
@@ -267,24 +286,21 @@ class Passes:
                 return gradient, cut
             return gradient, self._of_weights(params, rest, x, of_block, cut)
 
-        own, gradient = self._of_run(micro, repeat), self._cut(gradient)
-        into = None if splits else (grads, repeat)
-        gradient, weight_grads = self._over_blocks(
-            block, gradient, own, (residuals,), into, reverse=True
-        )
-        return self._join(gradient), weight_grads
+        to = self._keeping(into) if splits else self._adding(grads, repeat)
+        gradient, results = self._over_blocks(block, self._cut(gradient), repeat, to, reverse=True)
+        return self._join(gradient), results
 
-    def weights(self, residuals: Any, cut: Any, grads: Any, micro: Any, repeat: Any) -> Any:
+    def weights(self, residuals: Kept, cut: Kept, grads: Any, micro: Any, repeat: Any) -> Any:
         """``grads`` with those of a run's weights."""
         read = self._read(micro)
 
-        def block(_: None, own: Own, of: Any) -> tuple[None, list[Any]]:
-            (x, of_block), cut = of
-            params, rest = self._arguments(own, read)
-            return None, self._of_weights(params, rest, x, of_block, cut)
+        def block(_: None, number: Any) -> tuple[None, list[Any]]:
+            x, of_block = self._of_block(residuals, number)
+            params, rest = self._arguments(self._own(micro, repeat, number), read)
+            of_cut = self._of_block(cut, number)
+            return None, self._of_weights(params, rest, x, of_block, of_cut)
 
-        own, into = self._of_run(micro, repeat), (grads, repeat)
-        return self._over_blocks(block, None, own, (residuals, cut), into)[1]
+        return self._over_blocks(block, None, repeat, self._adding(grads, repeat))[1]
 
     def _of_weights(self, params: list[Any], *others: Any) -> list[Any]:
         """The gradients of a block's weights, where rows are split with a part per piece."""
@@ -302,10 +318,8 @@ class Passes:
         import jax
 
         def arguments() -> tuple[Any, Any, Any]:
-            run = self._of_run(0, 0)
-            own = run[0] if self._blocks else jax.tree.map(lambda value: value[0], run)
             x = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in self._functions.enters]
-            return *self._arguments(own, self._read(0)), self._cut(x)
+            return *self._arguments(self._own(0, 0, 0), self._read(0)), self._cut(x)
 
         import jax.numpy as jnp
 
@@ -360,20 +374,15 @@ class Passes:
             for value, var in zip(values, variables, strict=True)
         ]
 
-    def _of_run(self, micro: Any, repeat: Any) -> Any:
-        """The arrays of a run's blocks, by block."""
-        import jax
-
-        counted = self._by_repeat([values[micro] for values in self.own.counted])
-        if self._blocks is None:
-            arrays: Any = self.own._replace(counted=counted)
-        else:
-            arrays = [
-                own._replace(counted=[values[:, number] for values in counted])
-                for number, own in enumerate(self._blocks)
-            ]
+    def _own(self, micro: Any, repeat: Any, number: Any) -> Own:
+        """The arrays of a block, read where they lie: all of a run would be copied first."""
         repeat = self._repeat(repeat)
-        return jax.tree.map(lambda values: values[repeat], arrays)
+        counted = entry(self.own.counted, (micro, repeat, number))
+        if self._blocks is None:
+            own = entry(self.own._replace(counted=[]), (repeat, number))
+        else:
+            own = entry(self._blocks[number], (repeat,))
+        return own._replace(counted=counted)
 
     def _repeat(self, repeat: Any) -> Any:
         """Which repeat: a constant where there is one, so that nothing is looked up."""
@@ -402,64 +411,81 @@ class Passes:
 
     def _over_blocks(
         self,
-        block: Callable[..., Any],
+        block: Callable[[Any, Any], tuple[Any, Any]],
         carried: Any,
-        own: Any,
-        of: tuple[Any, ...] = (),
-        into: tuple[Any, Any] | None = None,
+        repeat: Any,
+        into: tuple[Any, Callable[..., Any]] | None = None,
         reverse: bool = False,
     ) -> tuple[Any, Any]:
-        """One block after the other; ``own``, all ``of`` and what they give are by block: lists
-        where blocks are unrolled, else arrays with a dim of blocks in front. Places that are left
-        empty give zeros. ``into`` are gradients and a repeat that it is added to instead, block by
-        block: all of it would be as large as they are."""
+        """One block after the other: ``block(carried, number) -> (carried, results)``. Places that
+        are left empty give zeros.
+
+        Results are by block: a list where blocks are unrolled, else arrays with a dim of blocks in
+        front. Or they go ``into`` what is there, ``(there, change)``, block by block: all of them
+        would be as large as it is, and would be copied.
+        """
         import jax
         import jax.numpy as jnp
 
-        grads, repeat = into or ([], 0)
+        there, change = into or ((), None)
 
-        def place(carried: tuple[Any, Any], values: tuple[Any, Own, Any]) -> tuple[Any, Any]:
-            (carried, grads), (number, own, of) = carried, values
+        def place(state: tuple[Any, Any], number: Any) -> tuple[tuple[Any, Any], Any]:
+            carried, there = state
             if self._setting.deal.is_full:
-                carried, results = block(carried, own, of)
+                carried, results = block(carried, number)
             else:
-                carried, results = self._unless_empty(block, carried, own, of)
-            if into is None:
-                return (carried, grads), results
-            return (carried, self._added_to(grads, repeat, number, results)), None
+                carried, results = self._unless_empty(block, carried, repeat, number)
+            if change is None:
+                return (carried, there), results
+            return (carried, change(there, number, results)), None
 
-        most, state = self._setting.deal.most, (carried, grads)
+        most, state = self._setting.deal.most, (carried, there)
         if self._blocks is None:
-            by_block = jnp.arange(most), own, of
-            (carried, grads), of_blocks = jax.lax.scan(place, state, by_block, reverse=reverse)
+            state, of_blocks = jax.lax.scan(place, state, jnp.arange(most), reverse=reverse)
         else:
             of_blocks = [None] * most
             for number in range(most)[:: -1 if reverse else 1]:
-                here = tuple(values[number] for values in of)
-                state, of_blocks[number] = place(state, (number, own[number], here))
-            carried, grads = state
-        return carried, of_blocks if into is None else grads
+                state, of_blocks[number] = place(state, number)
+        carried, there = state
+        return carried, of_blocks if change is None else there
 
-    def _added_to(self, grads: Any, repeat: Any, number: Any, more: list[Any]) -> Any:
-        """Gradients of a stage with those of one block more."""
-        repeat = self._repeat(repeat)
+    def _adding(self, grads: Any, repeat: Any) -> tuple[Any, Callable[..., Any]]:
+        """Into gradients of a stage, those of each block more."""
+        return grads, functools.partial(self._changed, plus, self._repeat(repeat))
+
+    def _keeping(self, kept: Kept | None) -> tuple[Any, Callable[..., Any]] | None:
+        """Into a slot of buffers, if there are any."""
+        return kept and (kept.values, functools.partial(self._changed, put, kept.slot))
+
+    def _changed(
+        self, change: Callable[..., Any], first: Any, arrays: Any, number: Any, by: Any
+    ) -> Any:
+        """Arrays of all blocks, changed at the place of one of them."""
         if self._blocks is None:
-            return plus(grads, (repeat, number), more)
+            return change(arrays, (first, number), by)
         return [
-            plus(of_block, (repeat,), more) if place == number else of_block
-            for place, of_block in enumerate(grads)
+            change(of_block, (first,), by) if place == number else of_block
+            for place, of_block in enumerate(arrays)
         ]
 
+    def _of_block(self, kept: Kept, number: Any) -> Any:
+        slot = () if kept.slot is None else (kept.slot,)
+        if self._blocks is None:
+            return entry(kept.values, (*slot, number))
+        return entry(kept.values[number], slot)
+
     def _unless_empty(
-        self, block: Callable[..., Any], carried: Any, own: Own, of: Any
+        self, block: Callable[..., Any], carried: Any, repeat: Any, number: Any
     ) -> tuple[Any, Any]:
         import jax
         import jax.numpy as jnp
 
-        shapes = jax.eval_shape(block, carried, own, of)[1]
+        shapes = jax.eval_shape(lambda: block(carried, number))[1]
         nothing = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
         return self._setting.either(
-            own.taken[0], lambda: block(carried, own, of), lambda: (carried, nothing)
+            self._own(0, repeat, number).taken[0],
+            lambda: block(carried, number),
+            lambda: (carried, nothing),
         )
 
     def _values_known(self, params: Arrays, micro: Any, rest: Rest) -> dict[Any, Any]:
@@ -467,20 +493,6 @@ class Passes:
         fixed, counted = self._state
         state = {**fixed, **{path: values[micro] for path, values in counted.items()}}
         return self._setting.known(params, state, rest, [leaf[micro] for leaf in self._micros])
-
-
-def plus(grads: list[Any], place: tuple[Any, ...], more: list[Any]) -> list[Any]:
-    """Gradients with more at a place in their first dims."""
-    import jax
-    import jax.numpy as jnp
-
-    def of(grad: Any, more: Any) -> Any:  # where x64 is on, a literal 0 would be an int64
-        more = more.reshape(*[1] * len(place), *more.shape)
-        starts = [jnp.asarray(at, "int32") for at in (*place, *[0] * (more.ndim - len(place)))]
-        before = jax.lax.dynamic_slice(grad, starts, more.shape)
-        return jax.lax.dynamic_update_slice(grad, before + more, starts)
-
-    return list(map(of, grads, more))
 
 
 def _added(grads: Arrays, more: Arrays) -> Arrays:

@@ -264,7 +264,8 @@ class Staged:
             count, placement = self.pipeline.micro_batches, self.placement
             if placement.rules is not None:  # the rows of a piece are not split further
                 free = [axis for axis, _ in placement.mesh.axes if axis not in placement.batch_axes]
-                placement = replace(placement, rules=placement.rules.on(free), batch=None)
+                rules = placement.rules.on(free)
+                placement = replace(placement, rules=rules, batch=None, zero=0)
             ruled = placement.rules is not None
             traced = traced_of(self.whole, placement, count, whole, less, in_context=not ruled)
             few = _blocks(traced, self.placement, self.pipeline)

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .passes import Passes
+from .passes import Kept, Passes
+from .places import entry, put
 from .plan import Phase, Row
 from .setting import Setting
 
@@ -122,7 +123,7 @@ class Ticks:
 
         if not self._waits:
             return ()
-        residuals, nothing = self._zeros(self._residuals), self._nothing()
+        residuals, nothing = Kept(self._zeros(self._residuals)), self._nothing()
         return jax.eval_shape(lambda: self._passes.backward(residuals, nothing, None, 0, 0)[1])
 
     def _zeros(self, shapes: Any) -> Any:
@@ -159,8 +160,8 @@ class Ticks:
         if self._shares_loss:
             back, carry = self._at_losses(phase, back, carry, row)
         carry = carry._replace(
-            inputs=_put(inputs, row.arriving, carry.arriving),
-            gradients=_put(carry.gradients, row.arriving_gradient, back),
+            inputs=put(inputs, (row.arriving,), carry.arriving),
+            gradients=put(carry.gradients, (row.arriving_gradient,), back),
         )
         carry, y = self._forward(phase, carry, row)
         if self._shares_loss and phase.forward:
@@ -194,9 +195,9 @@ class Ticks:
             gradient, grads, metric_inputs = at_loss(carry.around, carry.grads_after, row.loss)
             number = row.loss // self._table.stages
             return (
-                _put(carry.losses, row.loss_slot, gradient),
+                put(carry.losses, (row.loss_slot,), gradient),
                 grads,
-                _put(carry.metric_inputs, number, metric_inputs),
+                put(carry.metric_inputs, (number,), metric_inputs),
             )
 
         rows = self._setting.plan.rows.loss[phase.first : phase.end]
@@ -208,7 +209,7 @@ class Ticks:
             return back, carry
         back, coming = _one_after_the_other((back, carry.coming))
         coming, begins = self._send(coming, 1), row.loss_begins >= 0
-        first = _slot_of(carry.losses, jnp.maximum(row.loss_begins, 0))
+        first = entry(carry.losses, (jnp.maximum(row.loss_begins, 0),))
         coming = [jnp.where(begins, *of) for of in zip(first, coming, strict=True)]
         return back, carry._replace(coming=coming)
 
@@ -246,17 +247,17 @@ class Ticks:
             return carry, self._nothing()
         is_working = row.forward >= 0
 
-        def write(x: list[Any], y: list[Any], residuals: Any) -> dict[str, Any]:
-            slot = jnp.where(is_working, row.forward_slot, self._setting.plan.slots)
-            changed = {"inputs": _put(carry.inputs, slot, x)}
+        slot = jnp.where(is_working, row.forward_slot, self._setting.plan.slots)
+
+        def write(x: list[Any], y: list[Any]) -> dict[str, Any]:
+            changed = {"inputs": put(carry.inputs, (slot,), x)}
             if not self._setting.recompute:
-                changed["residuals"] = _put(carry.residuals, slot, residuals)
-                changed["gradients"] = _put(carry.gradients, row.result_slot, y)
+                changed["gradients"] = put(carry.gradients, (row.result_slot,), y)
             return changed
 
         def work() -> tuple[dict[str, Any], list[Any]]:
-            x, y, residuals = self._result(carry, row)
-            return write(x, y, residuals), y
+            x, y, residuals = self._result(carry, row, Kept(carry.residuals, slot))
+            return write(x, y) | {"residuals": residuals}, y
 
         # Buffers go through the branch, where they are written in place: else a stage with nothing
         # to do would write as much as one that works. Stages that stay together do write it, and so
@@ -264,8 +265,8 @@ class Ticks:
         if not self._setting.skips:
             changed, y = work()
         elif self._setting.in_branches:
-            names = ("inputs",) if self._setting.recompute else ("inputs", "residuals", "gradients")
-            unchanged = {name: getattr(carry, name) for name in names}
+            names = ("inputs",) if self._setting.recompute else ("inputs", "gradients")
+            unchanged = {name: getattr(carry, name) for name in (*names, "residuals")}
             changed, y = self._setting.either(
                 is_working, work, lambda: (unchanged, self._nothing())
             )
@@ -275,19 +276,22 @@ class Ticks:
                 lambda: self._result(carry, row),
                 lambda: (self._nothing(), self._nothing(), self._zeros(self._residuals)),
             )
-            changed = write(x, y, residuals)
+            changed = write(x, y) | {"residuals": put(carry.residuals, (slot,), residuals)}
         return carry._replace(**changed), y
 
-    def _result(self, carry: Carry, row: Row) -> tuple[list[Any], list[Any], Any]:
-        """What the stage begins with, what it makes of it, and what it keeps on the way."""
+    def _result(
+        self, carry: Carry, row: Row, into: Kept | None = None
+    ) -> tuple[list[Any], list[Any], Any]:
+        """What the stage begins with, what it makes of it, and what it keeps on the way: alone, or
+        buffers with it."""
         micro, repeat = row.forward, row.forward_repeat
         x = self._if(
             self._is_first(row.stage, repeat),
             lambda: self._passes.enter(micro),
-            lambda: _slot_of(carry.inputs, row.forward_slot),
+            lambda: entry(carry.inputs, (row.forward_slot,)),
         )
         if not self._setting.recompute:
-            return x, *self._passes.forward(x, micro, repeat)
+            return x, *self._passes.forward(x, micro, repeat, into)
         if self._shares_loss:
             return x, self._passes.run(x, micro, repeat), ()
         y = self._if(  # the last one waits for its backward pass
@@ -320,13 +324,13 @@ class Ticks:
 
     def _differentiated(self, carry: Carry, row: Row) -> tuple[dict[str, Any], list[Any]]:
         micro, repeat = row.backward, row.backward_repeat
-        arrived = _slot_of(carry.gradients, row.gradient_slot)
+        arrived = entry(carry.gradients, (row.gradient_slot,))
         if self._setting.recompute:
-            y, residuals = self._passes.forward(
-                _slot_of(carry.inputs, row.backward_slot), micro, repeat
-            )
+            x = entry(carry.inputs, (row.backward_slot,))
+            y, values = self._passes.forward(x, micro, repeat)
+            residuals = Kept(values)
         else:
-            y, residuals = arrived, _slot_of(carry.residuals, row.backward_slot)
+            y, residuals = arrived, Kept(carry.residuals, row.backward_slot)
         results, gradient = self._at_loss(carry, row, y, arrived)
         own = carry.own_grads
         gradient, own = self._passes.backward(residuals, gradient, own, micro, repeat)
@@ -355,29 +359,26 @@ class Ticks:
 
         micro, repeat = row.backward, row.backward_repeat
         works, waits = row.backward >= 0, row.cut_slot >= 0
-        arrived, own = _slot_of(carry.gradients, row.gradient_slot), carry.own_grads
+        arrived, own = entry(carry.gradients, (row.gradient_slot,)), carry.own_grads
         results, gradient = self._if(
             works & self._is_last(row.stage, repeat),
             lambda: self._passes.at_loss(arrived, _results(carry), micro),
             lambda: (_results(carry), arrived),
         )
 
-        def gradients(grads: Any) -> tuple[list[Any], Any]:
-            residuals = _slot_of(carry.residuals, row.backward_slot)
-            return self._passes.backward(residuals, gradient, grads, micro, repeat)
-
-        def half() -> tuple[list[Any], Any]:
-            x, cut = gradients(None)
-            return x, _put(carry.cuts, row.cut_slot, cut)
+        def gradients(grads: Any, into: Kept | None = None) -> tuple[list[Any], Any]:
+            residuals = Kept(carry.residuals, row.backward_slot)
+            return self._passes.backward(residuals, gradient, grads, micro, repeat, into)
 
         x, own = self._if(works & ~waits, lambda: gradients(own), lambda: (gradient, own))
         if self._setting.in_branches:
-            x, cuts = self._if(waits, half, lambda: (x, carry.cuts))
+            kept = Kept(carry.cuts, row.cut_slot)
+            x, cuts = self._if(waits, lambda: gradients(None, kept), lambda: (x, carry.cuts))
         else:
             nothing = self._zeros(self._cuts)
             x, cut = self._if(waits, lambda: gradients(None), lambda: (x, nothing))
             slot = jax.numpy.where(waits, row.cut_slot, self._setting.plan.cut_slots)
-            cuts = _put(carry.cuts, slot, cut)
+            cuts = put(carry.cuts, (slot,), cut)
         return results | {"own_grads": own, "cuts": cuts}, x
 
     def _late_weights(self, phase: Phase, carry: Carry, row: Row) -> Carry:
@@ -391,7 +392,7 @@ class Ticks:
             micro, repeat, slot, cut_slot = at
 
             def added() -> Any:
-                residuals, cut = _slot_of(carry.residuals, slot), _slot_of(carry.cuts, cut_slot)
+                residuals, cut = Kept(carry.residuals, slot), Kept(carry.cuts, cut_slot)
                 return self._passes.weights(residuals, cut, grads, micro, repeat)
 
             return self._if(micro >= 0, added, lambda: grads), None
@@ -412,20 +413,3 @@ def _one_after_the_other(values: Any) -> Any:
 def _results(carry: Carry) -> dict[str, Any]:
     """What the loss of a micro-batch changes."""
     return {name: getattr(carry, name) for name in ("grads_after", "metrics", "logs")}
-
-
-# Slots are always there; without a test of that, XLA writes one and leaves the others alone.
-
-
-def _put(buffers: Any, slot: Any, values: Any) -> Any:
-    import jax
-
-    put = jax.lax.dynamic_update_index_in_dim
-    return jax.tree.map(lambda buffer, value: put(buffer, value, slot, 0), buffers, values)
-
-
-def _slot_of(buffers: Any, slot: Any) -> Any:
-    import jax
-
-    at_slot = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
-    return jax.tree.map(lambda buffer: at_slot(buffer, slot), buffers)

@@ -13,7 +13,8 @@ from typing import Any
 from ..program import Arrays, TrainState
 from .by_stage import from_row, packed_row
 from .packing import Pack, Packing
-from .passes import Passes, plus
+from .passes import Kept, Passes
+from .places import entry, plus, put
 from .running import Runner, Taken
 from .segments import Packed, Segments
 from .setting import Own, Rest, Setting
@@ -79,8 +80,10 @@ class UnequalPasses(Passes):
         """What a stage makes of its input."""
         return self._switch(lambda stage: self._leaves_of(stage, self._weights(stage), x, micro))
 
-    def forward(self, x: list[Any], micro: Any, repeat: Any) -> tuple[list[Any], Any]:
-        """The same, and what its gradients need."""
+    def forward(
+        self, x: list[Any], micro: Any, repeat: Any, into: Kept | None = None
+    ) -> tuple[list[Any], Any]:
+        """The same, and what its gradients need; buffers with it, where they are given."""
         import jax
 
         def branch(stage: int) -> tuple[list[Any], list[Any]]:
@@ -95,7 +98,8 @@ class UnequalPasses(Passes):
             y, leaves = branch(stage)
             return y, packing.pack(leaves, self._setting.exactly)
 
-        return self._switch(packed)
+        y, values = self._switch(packed)
+        return y, put(into.values, (into.slot,), values) if into else values
 
     def no_grads(self) -> list[Any]:
         """Zeros that :meth:`backward` adds to: rows of weights, each with a part per piece."""
@@ -110,14 +114,21 @@ class UnequalPasses(Passes):
         return grads[0]
 
     def backward(
-        self, residuals: Any, gradient: list[Any], grads: Any, micro: Any, repeat: Any
+        self,
+        residuals: Kept,
+        gradient: list[Any],
+        grads: Any,
+        micro: Any,
+        repeat: Any,
+        into: Kept | None = None,
     ) -> tuple[list[Any], Any]:
         """The gradient of a stage's input, and ``grads`` with those of its weights."""
+        kept = entry(residuals.values, () if residuals.slot is None else (residuals.slot,))
 
         def branch(stage: int) -> tuple[list[Any], list[Any]]:
             weights = self._weights(stage)
             tree, own = self._trees[stage]
-            leaves = iter(self._packed.unpack(stage, residuals, self._setting.exactly))
+            leaves = iter(self._packed.unpack(stage, kept, self._setting.exactly))
             names = list(weights)
             values = [weights[names[at]] if at is not None else next(leaves) for at in own]
 
