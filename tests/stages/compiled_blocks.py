@@ -30,6 +30,7 @@ def report(
     sizes: tuple[int, int, int] = (WIDTH, HIDDEN, TOKENS),
     rows_each: int = 8,
     repeats: int = 1,
+    remat_stages: bool | None = None,
 ) -> mw.DryRun:
     """A dry run of eight blocks with ``rows_each`` rows in every micro-batch of a device."""
     width, hidden, tokens = sizes
@@ -45,7 +46,7 @@ def report(
         layouts,
         batch="data",
         unmatched="replicate",
-        pipeline=mw.Pipeline("stage", micro_batches, schedule, repeats),
+        pipeline=mw.Pipeline("stage", micro_batches, schedule, repeats, remat_stages),
     )
     batch = shapes(rows, tokens, dtype="int32")
     program = mw.jax_program(loss, params, optax.adam(1e-3))

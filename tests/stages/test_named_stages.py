@@ -88,21 +88,26 @@ def reversible() -> Case:
 
 
 def stepped(
-    case: Case, axes: dict[str, int], rules: str, pipeline: mw.Pipeline | None = None
+    case: Case,
+    axes: dict[str, int],
+    rules: str,
+    pipeline: mw.Pipeline | None = None,
+    zero: int = 0,
 ) -> Any:
     program, rows = case
     mesh = mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
     options = mw.StepOptions(pipeline=pipeline)
-    trainer = mw.Trainer(program, mw.Placement.of(mesh, rules=rules), options)
+    placement = mw.Placement.of(mesh, rules=rules, zero=zero)
+    trainer = mw.Trainer(program, placement, options)
     state, _ = trainer.step(trainer.init(), trainer.put(rows))
     return jax.tree.map(np.asarray, trainer.unpadded(state)).slots  # the gradients
 
 
 def assert_those_of_one_device(
-    case: Case, axes: dict[str, int], rules: str, pipeline: mw.Pipeline
+    case: Case, axes: dict[str, int], rules: str, pipeline: mw.Pipeline, zero: int = 0
 ) -> None:
     expected = stepped(case, {"data": 1}, "batch:data")
-    result = stepped(case, axes, rules, pipeline)
+    result = stepped(case, axes, rules, pipeline, zero)
     largest = max(np.abs(value).max() for value in expected.values())
     for path, value in expected.items():
         assert np.abs(result[path] - value).max() <= TOLERANCE * largest, path
@@ -110,14 +115,16 @@ def assert_those_of_one_device(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("axes", "rules"),
+    ("axes", "rules", "zero"),
     [
-        ({"stage": 2, "data": 2}, "batch:data;layers:stage"),
-        ({"stage": 2, "model": 2}, "hidden:model;layers:stage"),
+        ({"stage": 2, "data": 2}, "batch:data;layers:stage", 1),
+        ({"stage": 2, "model": 2}, "hidden:model;layers:stage", 0),
     ],
 )
-def test_layers_lie_along_the_axis_of_the_stages(axes: dict[str, int], rules: str) -> None:
-    assert_those_of_one_device(tanh_blocks(), axes, rules, mw.Pipeline("stage", 4))
+def test_layers_lie_along_the_axis_of_the_stages(
+    axes: dict[str, int], rules: str, zero: int
+) -> None:
+    assert_those_of_one_device(tanh_blocks(), axes, rules, mw.Pipeline("stage", 4), zero)
 
 
 HEADS = "d_ff:model;heads:model;vocab:model;layers:stage"

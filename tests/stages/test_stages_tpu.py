@@ -66,3 +66,12 @@ def test_a_pipeline_compiles_beside_a_model_axis():
     result = report(mesh, "1f1b", 4, "v5e:2x4", layouts, sizes=sizes)
     assert_agree(report(mesh, "1f1b", 4, "v5e:2x4", layouts, False, sizes), result)
     assert any(c.axes == ("model",) for c in result.collectives)
+
+
+def test_results_that_stages_keep_are_written_and_read_where_they_lie():
+    mesh, sizes = {"stage": 2, "data": 2}, (1024, 4096, 1024)
+    compiled, estimated = (
+        report(mesh, "1f1b", 4, "v5p:2x2x1", None, how, sizes, 4, remat_stages=False).estimate
+        for how in (True, False)
+    )
+    assert compiled.bytes <= 1.5 * estimated.bytes  # 2.0 where a run's are copied to their slot

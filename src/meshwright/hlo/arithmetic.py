@@ -203,6 +203,8 @@ def bytes_moved(instruction: Instruction, inside: Computation, module: Module) -
     Of what is cut out of an operand only the cut is read; of what is changed in place only the
     change is written. What lies in other memory, such as the on-chip memory of a TPU, is free.
     """
+    if instruction.opcode == "custom-call" and _kernel(instruction) == "AllocateBuffer":
+        return 0, 0  # room that others write
     if instruction.opcode == "copy-start":  # its results: the copy, the original, a signal
         copy, original = instruction.results[:2]
         return _in_main_memory(original), _in_main_memory(copy)
