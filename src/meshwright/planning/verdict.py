@@ -14,7 +14,7 @@ Verdict = Literal["fits", "may not fit", "does not fit"]
 
 # Peaks of compiled steps over their estimates, by kind of device: the most in nine of ten layouts,
 # and in any; benchmarks/results/planned_peaks.json and plans.json.
-AT_MOST = {"cpu": 1.05, "tpu": 1.42, "cuda": 1.5}
+AT_MOST = {"cpu": 1.05, "tpu": 1.42, "cuda": 1.53}
 WORST = {"cpu": 1.05, "tpu": 1.6, "cuda": 2.7}
 
 
