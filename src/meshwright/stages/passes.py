@@ -417,12 +417,12 @@ class Passes:
         into: tuple[Any, Callable[..., Any]] | None = None,
         reverse: bool = False,
     ) -> tuple[Any, Any]:
-        """One block after the other: ``block(carried, number) -> (carried, results)``. Places that
-        are left empty give zeros.
+        """One block after the other: ``block(carried, number) -> (carried, results)``.
 
         Results are by block: a list where blocks are unrolled, else arrays with a dim of blocks in
         front. Or they go ``into`` what is there, ``(there, change)``, block by block: all of them
-        would be as large as it is, and would be copied.
+        would be as large as it is, and would be copied. Places that are left empty give zeros, or
+        change nothing where that is written in place.
         """
         import jax
         import jax.numpy as jnp
@@ -431,13 +431,23 @@ class Passes:
 
         def place(state: tuple[Any, Any], number: Any) -> tuple[tuple[Any, Any], Any]:
             carried, there = state
+
+            def filled() -> tuple[Any, Any]:
+                carried_on, results = block(carried, number)
+                return carried_on, results if change is None else change(there, number, results)
+
             if self._setting.deal.is_full:
-                carried, results = block(carried, number)
+                state = filled()
+            elif change is not None and self._setting.writes_in_branches:
+                state = self._either(repeat, number, filled, lambda: (carried, there))
             else:
-                carried, results = self._unless_empty(block, carried, repeat, number)
-            if change is None:
-                return (carried, there), results
-            return (carried, change(there, number, results)), None
+                state = self._unless_empty(block, carried, repeat, number)
+                if change is not None:
+                    state = state[0], change(there, number, state[1])
+            if change is not None:
+                return state, None
+            carried, results = state
+            return (carried, there), results
 
         most, state = self._setting.deal.most, (carried, there)
         if self._blocks is None:
@@ -482,11 +492,15 @@ class Passes:
 
         shapes = jax.eval_shape(lambda: block(carried, number))[1]
         nothing = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-        return self._setting.either(
-            self._own(0, repeat, number).taken[0],
-            lambda: block(carried, number),
-            lambda: (carried, nothing),
+        return self._either(
+            repeat, number, lambda: block(carried, number), lambda: (carried, nothing)
         )
+
+    def _either(
+        self, repeat: Any, number: Any, filled: Callable[[], Any], empty: Callable[[], Any]
+    ) -> Any:
+        """One of two results, by whether there is a block in a place."""
+        return self._setting.either(self._own(0, repeat, number).taken[0], filled, empty)
 
     def _values_known(self, params: Arrays, micro: Any, rest: Rest) -> dict[Any, Any]:
         """The values of the loss's arguments for a micro-batch."""

@@ -112,6 +112,11 @@ class Setting:
         """
         return runs_alone(self.mesh.shape, self.axis, self.rows)
 
+    @property
+    def writes_in_branches(self) -> bool:
+        """Whether buffers go through branches, which write them in place."""
+        return self.skips and self.in_branches
+
     def either(self, holds: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         """One of two results; both are computed where devices must stay together."""
         import jax

@@ -83,7 +83,7 @@ class Ticks:
     @property
     def _has_spare(self) -> bool:
         """Whether stages write in every tick, what is not needed into one buffer more."""
-        return not (self._setting.skips and self._setting.in_branches)
+        return not self._setting.writes_in_branches
 
     def _no_losses(self, buffers: Callable[[int], list[Any]], grads: Any) -> dict[str, Any]:
         """Before the first tick, of what all stages do after the blocks."""
