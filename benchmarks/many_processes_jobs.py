@@ -24,6 +24,13 @@ JOBS = {
         64,
         60,
     ),
+    "mlp_512": Job(
+        "the same MLP",
+        (784,),
+        ("dense:1024:relu", "dense:1024:relu", "dense:10"),
+        512,
+        30,
+    ),
     "deep": Job(
         "25 × Dense 256",
         (256,),
