@@ -110,6 +110,7 @@ if TYPE_CHECKING:
     from .launch.membership import Membership as Membership
     from .launch.on_ray import RayLauncher as RayLauncher
     from .launch.on_spark import SparkLauncher as SparkLauncher
+    from .launch.progress import begin_step as begin_step
     from .launch.resolvers import KubernetesResolver as KubernetesResolver
     from .launch.resolvers import SimpleResolver as SimpleResolver
     from .launch.resolvers import SlurmResolver as SlurmResolver
@@ -201,6 +202,7 @@ _LAZY = {  # name -> the room that it lives in
     "named_program": "frontends.named",
     "show": "display.drawing",
     "join": "launch.join",
+    "begin_step": "launch.progress",
     "Keys": "launch.keys",
     "Membership": "launch.membership",
     "RayLauncher": "launch.on_ray",

@@ -306,7 +306,11 @@ def test_restarts_count_until_a_newer_checkpoint():
 
 def test_a_program_that_fails_before_its_first_step_is_not_started_again():
     rule = Elastic(2, 2, max_restarts=5)
-    assert "before its first step" in (rule.why_not_again(failure(1, step=0), saved=-1) or "")
+    why = rule.why_not_again(failure(1, step=0), saved=-1) or ""
+    assert "before any step was counted" in why
+    assert "mw.begin_step()" in why
+    loop = replace(failure(1, step=0), uncounted_s=61.0)  # which counts no steps
+    assert Elastic(2, 2, max_restarts=5).why_not_again(loop, saved=-1) is None
     assert Elastic(2, 2, max_restarts=5).why_not_again(failure(137, step=0), saved=-1) is None
     lost = replace(failure(1, step=0), pid=0)  # a host that is out of reach
     assert Elastic(2, 2, max_restarts=5).why_not_again(lost, saved=-1) is None

@@ -9,10 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from keras_script import SETTING
 from watching import all_gone, soon_enough, within, write_fake_ssh
@@ -23,9 +26,12 @@ from meshwright.launch.group import run_group
 from meshwright.launch.group_options import GroupOptions
 from meshwright.launch.hosts import run_on_hosts
 from meshwright.launch.limits import Limits
+from meshwright.launch.native_waits import NativeWait
 from meshwright.launch.processes import free_port
-from meshwright.launch.progress import Board, Progress, new_board, read_board
+from meshwright.launch.progress import Board, Progress, new_board, read_board, report_to
 from meshwright.launch.stalls import Seen, learn, stalls
+from meshwright.launch.stragglers import Stragglers
+from meshwright.run.counted_step import CountedStep
 
 PROGRAM = str(Path(__file__).parent / "grouped.py")
 STALL_S = 2.0
@@ -155,8 +161,8 @@ def test_what_cannot_be_started_is_refused(tmp_path, monkeypatch):
 # The rule, without processes
 
 
-def seen(rank: int, section: str, step: int, stopped_s: float = 0.0) -> Seen:
-    return Seen(rank, Progress(section, step, 0.0, pid=1), stopped_s)
+def seen(rank: int, section: str, step: int, stopped_s: float = 0.0, waits_s: float = 0.0) -> Seen:
+    return Seen(rank, Progress(section, step, 0.0, pid=1), stopped_s, waits_s)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +186,65 @@ def seen(rank: int, section: str, step: int, stopped_s: float = 0.0) -> Seen:
         ([seen(0, "input", 80), seen(1, "compile", 79, stopped_s=11.0)], 1.0, [1]),
         ([seen(0, "input", 80), seen(1, "step", 79, stopped_s=2.0)], 2.0, []),
         ([seen(0, "launch", 0), seen(1, "join", 0)], 61.0, [0]),
+        # Loops that enter no section: who waits is seen from outside.
+        ([seen(0, "script", 0, waits_s=61.0), seen(1, "exit", 0)], 900.0, [1]),
+        ([seen(0, "script", 9, waits_s=61.0), seen(1, "script", 8)], 900.0, []),  # it may save
+        ([seen(0, "script", 9, waits_s=601.0), seen(1, "script", 8)], 900.0, [1]),
+        ([seen(0, "script", 9, waits_s=9e3), seen(1, "script", 8, waits_s=9e3)], 9e3, []),
+        ([seen(0, "script", 0, waits_s=61.0), seen(1, "exit", 0), seen(2, "script", 0)], 9e2, []),
+        ([seen(0, "script", 0, waits_s=61.0), seen(1, "compile", 0)], 900.0, []),
     ],
 )
 def test_only_those_that_hold_the_others_up_are_blamed(ranks, after_s, blamed):
     assert [s.rank for s in stalls(ranks, Limits(steps=100), after_s)] == blamed
+
+
+def test_a_rank_for_which_loops_of_their_own_wait_is_named_long_before_it_is_ended():
+    ranks, watch = [seen(0, "script", 0, waits_s=61.0), seen(1, "script", 0)], Stragglers(10.0)
+    assert [watch.look(ranks, now_s) for now_s in (0.0, 5.0)] == [None, None]
+    assert str(watch.look(ranks, 10.0)).endswith("mostly while it was in 'script'")
+    ranks = [seen(0, "script", 0), seen(1, "script", 0)]
+    assert [watch.look(ranks, now_s) for now_s in (15.0, 20.0)] == [None, None]
+
+
+def test_a_wait_of_the_main_thread_in_native_code_is_seen_from_outside(monkeypatch):
+    monkeypatch.setattr("meshwright.launch.native_waits._EVERY_S", 0.02)
+    if not Path("/proc/self/wchan").exists():
+        pytest.skip("only Linux says where a thread waits")
+    actual = {}
+
+    def watch(stack: str, lock: Any) -> None:
+        wait, until_s = NativeWait(0.1, lambda: stack), time.monotonic() + 0.5
+        while not actual.get(stack) and time.monotonic() < until_s:
+            actual[stack] = wait.look(os.getpid(), time.monotonic())
+            time.sleep(0.01)
+        lock.release()
+
+    for stack in ('File "train.py", line 7 in main', f'File "{threading.__file__}", line 7 in x'):
+        lock = threading.Lock()
+        lock.acquire()
+        threading.Thread(target=watch, args=(stack, lock)).start()
+        lock.acquire()
+    assert [waits_s > 0.1 for waits_s in actual.values()] == [True, False]
+
+
+def test_steps_of_a_loop_of_the_programs_own_are_counted(tmp_path):
+    new_board(tmp_path / "board")
+    board = Board(tmp_path / "board")
+    report_to(board)
+    try:
+        board.write("script")
+        mw.begin_step()
+        step = CountedStep(lambda x: x + 1)
+        assert step(np.ones(2))[0] == 2.0
+        assert jax.jit(step)(np.ones(2))[0] == 2.0  # it is only traced
+        progress = read_board(tmp_path / "board")
+        assert (progress.section, progress.step) == ("script", 2)
+        board.write("batch callbacks")
+        mw.begin_step()  # of training inside of training
+        assert read_board(tmp_path / "board").step == 2
+    finally:
+        report_to(None)
 
 
 def test_a_section_that_has_taken_long_before_may_take_long_again():

@@ -29,6 +29,7 @@ from .coordinator import Coordinator
 from .doors import Entrance, group_keys
 from .failure import Failure
 from .limits import Limits
+from .native_waits import NativeWait
 from .nodes import Hub, Spoke
 from .processes import own_module
 from .progress import Progress, read_board
@@ -89,6 +90,7 @@ class Companion:
         self._own = Seen(charge.rank, Progress(pid=charge.pid))
         self._looked_s = self._resumed_s = time.monotonic()
         self._died_s: float | None = None
+        self._waits = NativeWait(self._limits.unseen_wait_s, self._stack)
 
     def watch(self) -> Failure | None:
         """Watch to the end; the failure that ended the group, if there was one."""
@@ -122,7 +124,13 @@ class Companion:
         if is_there and outside.is_stopped(self._charge.pid):
             stopped_s = before.stopped_s + now_s - self._looked_s
         progress = replace(progress, since_s=max(progress.since_s, self._resumed_s))
-        self._own, self._looked_s = Seen(self._charge.rank, progress, stopped_s), now_s
+        waits_s = 0.0
+        if is_there and progress.section == "script":
+            waits_s = self._waits.look(self._charge.pid, now_s)
+        else:
+            self._waits.forget()
+        self._own = Seen(self._charge.rank, progress, stopped_s, waits_s)
+        self._looked_s = now_s
         return self._own_failure(is_there) or self._stall(now_s)
 
     def _own_failure(self, is_there: bool) -> Failure | None:
@@ -182,7 +190,9 @@ class Companion:
 
     def _failure(self, what: str, stack: str = "", section: str = "") -> Failure:
         charge, progress = self._charge, self._own.progress
-        where = f"after step {progress.step}" if progress.step else "before its first step"
+        where = "before any step was counted"
+        if progress.step:
+            where = f"after step {progress.step}"
         return Failure(
             charge.rank,
             charge.processes,

@@ -14,6 +14,7 @@ from .failure import Failure
 
 MOST = "MESHWRIGHT_MOST_PROCESSES"  # of an elastic group, whatever there are now
 FAILURES = "MESHWRIGHT_FAILURES"  # "2 in 310.5": how often the group failed, in how many seconds
+_START_S = 60.0  # for a program to read its data and make its model
 _TWICE = 2  # failures of one place in a row
 
 
@@ -59,7 +60,10 @@ class Elastic:
             if self._of_place[place] >= _TWICE and len(self.places()) > self.least:
                 self._aside.add(place)
         if not self.restarts and _is_of_program(failure):
-            return "The program fails before its first step, so it is not started again."
+            return (
+                "The program fails soon, before any step was counted, so it is not started again. "
+                "(A loop of its own counts its steps by mw.begin_step().)"
+            )
         if self._in_vain > self.max_restarts:
             times = f"{self.max_restarts} restarts without a newer checkpoint"
             return f"It is not started again after {times}."
@@ -78,8 +82,12 @@ class Elastic:
 
 
 def _is_of_program(failure: Failure) -> bool:
-    """Whether it is the program's own and comes again: before any step, no signal or lost host."""
-    return failure.pid != 0 and failure.step == 0 and failure.exit_code <= 128
+    """Whether it is the program's own and comes again: before any step, no signal or lost host.
+
+    A loop that counts no steps has begun where the program ran for long outside of the compiler.
+    """
+    is_before_steps = failure.step == 0 and failure.uncounted_s < _START_S
+    return failure.pid != 0 and is_before_steps and failure.exit_code <= 128
 
 
 def most_processes(environment: Mapping[str, str] | None = None) -> int:

@@ -30,6 +30,7 @@ class Failure:
     stack: str = ""  # where its Python was, innermost first, or the traceback of what it raised
     lines: tuple[str, ...] = ()  # the last that it printed
     exit_code: int = 1
+    uncounted_s: float = 0.0  # in code of the program's own, before any step was counted
 
     def text(self) -> str:
         """The failure in words, with stack and last lines."""

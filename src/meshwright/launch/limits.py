@@ -80,6 +80,15 @@ class Limits:
         return max(times * self.shortest_s, self.of(section, now_s))
 
     @property
+    def unseen_wait_s(self) -> float:
+        """How long a wait that the rank itself does not report must be to count as one.
+
+        >>> Limits(shortest_s=10.0).unseen_wait_s
+        60.0
+        """
+        return _TIMES_TOGETHER * self.shortest_s
+
+    @property
     def _is_known(self) -> bool:
         return self.steps > _FIRST_STEPS
 

@@ -420,12 +420,13 @@ def _ip_of(host: str) -> str:
 
 def _seen_as_list(state: Seen, now_s: float) -> list[Any]:
     at = state.progress
-    return [at.section, at.step, state.age_s(now_s), at.pid, state.stopped_s]
+    return [at.section, at.step, state.age_s(now_s), at.pid, state.stopped_s, state.waits_s]
 
 
 def _seen_from(rank: int, values: list[Any]) -> Seen:
-    section, step, age_s, pid, stopped_s = values
-    return Seen(rank, Progress(section, step, time.monotonic() - age_s, pid), stopped_s)
+    section, step, age_s, pid, stopped_s, waits_s = values
+    since_s = time.monotonic() - age_s
+    return Seen(rank, Progress(section, step, since_s, pid), stopped_s, waits_s)
 
 
 def _join_from(message: Mapping[str, Any]) -> dict[str, Any]:

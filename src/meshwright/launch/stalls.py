@@ -19,11 +19,15 @@ _SAME_S = 0.2  # times of another host's ranks are known so well
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rank was last seen doing, and for how long it has been stopped, if it is."""
+    """What a rank was last seen doing, and for how long it has been stopped, if it is.
+
+    ``waits_s``: for how long it has waited in native code, in a section where it need not wait.
+    """
 
     rank: int
     progress: Progress
     stopped_s: float = 0.0
+    waits_s: float = 0.0
 
     def age_s(self, now_s: float) -> float:
         """For how long it has been in its section."""
@@ -70,6 +74,8 @@ def stalls(ranks: Iterable[Seen], limits: Limits, now_s: float) -> list[Stall]:
     stopped = [s for s in present if s.stopped_s > limits.shortest_s]
     if stopped:
         return [Stall(s.rank, "is stopped", s.stopped_s, limits.shortest_s) for s in stopped]
+    if any(s.waits_s for s in present):
+        return _of_own_loops(present, limits, now_s)
     behind = _furthest_behind(present)
     waits = [s for s in present if s.progress.section in WAITING]
     # A long step of all of them, perhaps, or all read: none holds another up.
@@ -90,6 +96,25 @@ def stalls(ranks: Iterable[Seen], limits: Limits, now_s: float) -> list[Stall]:
         for s in behind
         if s in late
     ]
+
+
+def _of_own_loops(present: list[Seen], limits: Limits, now_s: float) -> list[Stall]:
+    """Those for which loops wait that enter no section: all that have ended, or are elsewhere.
+
+    What a program does of its own, in one rank alone, has the limit of ``script``.
+    """
+    waiting = [s for s in present if s.waits_s]
+    rest = [s for s in present if not s.waits_s]
+    over = [s for s in rest if s.progress.is_over]
+    waits_s, others = max(s.waits_s for s in waiting), ", ".join(str(s.rank) for s in waiting)
+    if len(over) == len(rest):
+        what = f"has ended, and rank {others} waits for it"
+        return [Stall(s.rank, what, s.age_s(now_s), 0.0) for s in over]
+    limit_s = limits.of("script", now_s)
+    if waits_s <= limit_s or any(s.progress.section != "script" for s in rest if s not in over):
+        return []
+    what = f"is in 'script', and rank {others} waits for it"
+    return [Stall(s.rank, what, waits_s, limit_s) for s in rest if s not in over]
 
 
 def _furthest_behind(ranks: list[Seen]) -> list[Seen]:

@@ -60,7 +60,9 @@ class Stragglers:
         took_s, self._looked_s = now_s - self._looked_s, now_s
         present = list(ranks)
         holding = {s.rank: where for s in present if (where := _holds_in(s))}
-        if any(s.progress.section in WAITING and s.rank not in holding for s in present):
+        if any(s.waits_s for s in present):
+            holding |= {s.rank: "script" for s in present if _is_in_own_code(s)}
+        if any(_waits(s) and s.rank not in holding for s in present):
             for rank, section in holding.items():
                 self._held_s[rank][section] += took_s  # type: ignore[assignment]
         window_s = now_s - self._begun_s
@@ -83,6 +85,14 @@ class Stragglers:
             return None
         self._named_s[rank, section] = now_s
         return Straggler(rank, totals[rank] / window_s, section, window_s)
+
+
+def _waits(state: Seen) -> bool:
+    return state.progress.section in WAITING or state.waits_s > 0
+
+
+def _is_in_own_code(state: Seen) -> bool:
+    return state.progress.section == "script" and not state.waits_s
 
 
 def _holds_in(state: Seen) -> str:

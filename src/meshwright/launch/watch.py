@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from .failure import Failure
 from .join import DUMP, board_path, error_path, stack_path
 from .limits import Limits
 from .logs import LogPump
+from .native_waits import NativeWait
 from .nodes import Hub, Spoke
 from .progress import Progress, read_board
 from .signals import PREEMPTED
@@ -47,6 +49,11 @@ class Watch:
         self._looked_s = time.monotonic()
         now = Progress(since_s=self._looked_s)
         self.states = {rank: Seen(rank, now) for rank in ranks}
+        self._waits = {
+            rank: NativeWait(limits.unseen_wait_s, functools.partial(self._stack_of, rank))
+            for rank in self.states
+        }
+        self._uncounted_s = dict.fromkeys(self.states, 0.0)
         self._others: dict[int, Seen] = {}
 
     def look(self, link: Hub | Spoke | None) -> Failure | None:
@@ -87,7 +94,12 @@ class Watch:
         stopped_s = 0.0
         if not has_ended and outside.is_stopped(pid):
             stopped_s = before.stopped_s + now_s - self._looked_s
-        return Seen(rank, progress, stopped_s)
+        if progress.section != "script":
+            self._waits[rank].forget()
+            return Seen(rank, progress, stopped_s)
+        if not progress.step:
+            self._uncounted_s[rank] += now_s - self._looked_s
+        return Seen(rank, progress, stopped_s, self._waits[rank].look(progress.pid, now_s))
 
     def exit_codes(self) -> dict[int, int]:
         """The exit codes of those that have ended, minus the number of a signal."""
@@ -138,7 +150,7 @@ class Watch:
 
     def _where(self, rank: int) -> str:
         progress = self.states[rank].progress
-        return f"after step {progress.step}" if progress.step else "before its first step"
+        return f"after step {progress.step}" if progress.step else "before any step was counted"
 
     def _stalled(self, stall: Stall) -> Failure:
         progress = self.states[stall.rank].progress
@@ -185,6 +197,7 @@ class Watch:
             stack,
             tuple(self._logs.last_lines(name, wait_s=0.2)),
             code,
+            self._uncounted_s[rank],
         )
 
     def saved(self) -> int:

@@ -16,7 +16,7 @@ from ..data.fingerprint import noting_first
 from ..data.shard import reading_of
 from ..errors import ModelError, TopologyError
 from ..launch.join import agree, naming_failures
-from ..launch.progress import entering
+from ..launch.progress import entering, is_watched
 from ..layouts.explain import Explanation
 from ..layouts.placement import Placement
 from ..layouts.strict import inspect
@@ -24,6 +24,7 @@ from ..program import Batch, Logs, Program, TrainState
 from ..step.assemble import Assembly, assemble
 from ..step.options import PLAIN, StepOptions
 from .backlog import Backlog
+from .counted_step import CountedStep
 from .epochs import Callbacks, Run
 from .facts import fields_text, step_facts, weights_facts
 from .program_steps import ProgramSteps
@@ -107,7 +108,8 @@ class Trainer:
     @functools.cached_property
     def step(self) -> Any:
         """The compiled step ``(state, batch) -> (state, logs)``; it donates the state."""
-        return self._inspected.train
+        step = self._inspected.train
+        return CountedStep(step) if is_watched() else step
 
     def forward(self, state: TrainState, inputs: Any) -> Any:
         """The outputs of a program that has a forward function, for inputs as they lie."""
@@ -132,7 +134,7 @@ class Trainer:
                 agree("Trainer.steps", functools.partial(self._facts, state, batch, first))
             entering("step")
             with naming_failures():
-                state, logs = self.step(state, batch)
+                state, logs = self._inspected.train(state, batch)
                 backlog.add(logs)
             entering("script")
             yield StepInfo(number, state, logs)

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...data import InputContext, LocalBatch, LocalRows
 from ...errors import ArrayError, BatchError
+from ...launch.progress import begin_step
 from ...layouts.mesh import Mesh
 from ...layouts.placement import Placement
 from . import batches
@@ -58,7 +60,8 @@ class Replicas:
         Arrays that :meth:`put` has laid out over the batch axes, and :class:`PerReplica` values,
         are cut; everything else is the same for all. Inside, ``jax.lax.pmean(x, "batch")`` is the
         mean over replicas, by the name of the axis. Every array of the result becomes a
-        :class:`PerReplica`. It is compiled once for each function and shapes.
+        :class:`PerReplica`. It is compiled once for each function and shapes. In a group each call
+        counts as a step, as :func:`~meshwright.begin_step` does.
 
         >>> import numpy as np, meshwright as mw
         >>> strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
@@ -72,6 +75,8 @@ class Replicas:
         flat, tree = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, PerReplica))
         kinds = tuple(_kind_of(value, axes) for value in flat)
         values = [v.values if isinstance(v, PerReplica) else v for v in flat]
+        if not any(isinstance(value, Tracer) for value in values):
+            begin_step()
         return _compiled(function, mesh, axes, tree, kinds)(*values)
 
     def reduce(self, reduce_op: str, value: Any, axis: int | None = None) -> Any:
