@@ -165,6 +165,10 @@ def seen(rank: int, section: str, step: int, stopped_s: float = 0.0, waits_s: fl
     return Seen(rank, Progress(section, step, 0.0, pid=1), stopped_s, waits_s)
 
 
+def later(rank: int, section: str, step: int, since_s: float) -> Seen:
+    return Seen(rank, Progress(section, step, since_s, pid=1))
+
+
 @pytest.mark.parametrize(
     ("ranks", "after_s", "blamed"),
     [
@@ -172,6 +176,11 @@ def seen(rank: int, section: str, step: int, stopped_s: float = 0.0, waits_s: fl
         ([seen(0, "step", 81), seen(1, "input", 80)], 11.0, [1]),
         ([seen(0, "step", 80), seen(1, "batch callbacks", 80)], 11.0, [1]),
         ([seen(0, "step", 81), seen(1, "step", 80)], 11.0, [1]),
+        ([seen(0, "batch callbacks", 81), seen(1, "input", 80)], 11.0, [1]),
+        ([seen(0, "batch callbacks", 81), seen(1, "exit", 80)], 11.0, [1]),
+        ([seen(0, "batch callbacks", 80), seen(1, "batch callbacks", 80)], 59.0, []),
+        ([seen(0, "batch callbacks", 81), seen(1, "compile", 80)], 59.0, []),
+        ([later(0, "batch callbacks", 81, 5.0), seen(1, "input", 80)], 14.0, []),  # not late yet
         ([seen(0, "step", 80), seen(1, "step", 80)], 11.0, []),  # a long step, perhaps
         ([seen(0, "step", 80), seen(1, "step", 80)], 61.0, [0, 1]),
         ([seen(0, "input", 80), seen(1, "input", 80)], 11.0, []),  # none waits for another
@@ -193,6 +202,7 @@ def seen(rank: int, section: str, step: int, stopped_s: float = 0.0, waits_s: fl
         ([seen(0, "script", 9, waits_s=9e3), seen(1, "script", 8, waits_s=9e3)], 9e3, []),
         ([seen(0, "script", 0, waits_s=61.0), seen(1, "exit", 0), seen(2, "script", 0)], 9e2, []),
         ([seen(0, "script", 0, waits_s=61.0), seen(1, "compile", 0)], 900.0, []),
+        ([seen(0, "script", 90, waits_s=61.0), seen(1, "step", 9), seen(2, "input", 8)], 61.0, [2]),
     ],
 )
 def test_only_those_that_hold_the_others_up_are_blamed(ranks, after_s, blamed):

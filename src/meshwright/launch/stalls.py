@@ -74,10 +74,10 @@ def stalls(ranks: Iterable[Seen], limits: Limits, now_s: float) -> list[Stall]:
     stopped = [s for s in present if s.stopped_s > limits.shortest_s]
     if stopped:
         return [Stall(s.rank, "is stopped", s.stopped_s, limits.shortest_s) for s in stopped]
-    if any(s.waits_s for s in present):
-        return _of_own_loops(present, limits, now_s)
+    if of_own_loops := _of_own_loops(present, limits, now_s):
+        return of_own_loops
     behind = _furthest_behind(present)
-    waits = [s for s in present if s.progress.section in WAITING]
+    waits = [s for s in present if _waits(s, behind[0].progress.step, limits, now_s)]
     # A long step of all of them, perhaps, or all read: none holds another up.
     is_shared = not waits or len(waits) == len(behind) == len(present)
     limit_s = limits.together if is_shared else limits.of
@@ -104,6 +104,8 @@ def _of_own_loops(present: list[Seen], limits: Limits, now_s: float) -> list[Sta
     What a program does of its own, in one rank alone, has the limit of ``script``.
     """
     waiting = [s for s in present if s.waits_s]
+    if not waiting:
+        return []
     rest = [s for s in present if not s.waits_s]
     over = [s for s in rest if s.progress.is_over]
     waits_s, others = max(s.waits_s for s in waiting), ", ".join(str(s.rank) for s in waiting)
@@ -121,6 +123,14 @@ def _furthest_behind(ranks: list[Seen]) -> list[Seen]:
     step = min(s.progress.step for s in ranks)
     last = [s for s in ranks if s.progress.step == step]
     return [s for s in last if s.progress.section not in WAITING] or last
+
+
+def _waits(state: Seen, least: int, limits: Limits, now_s: float) -> bool:
+    """Whether it may wait for another: a callback reads the results of a step that others take."""
+    at = state.progress
+    if at.section != "batch callbacks":
+        return at.section in WAITING
+    return at.step > least and state.age_s(now_s) > limits.of(at.section, now_s)
 
 
 def _what(state: Seen, behind: list[Seen]) -> str:
