@@ -24,6 +24,55 @@ PROGRAM = str(Path(__file__).parent / "grouped.py")
 STALL_S = 2.0
 
 
+REPORTS = """
+import signal, sys
+from pathlib import Path
+from meshwright.launch import join
+from meshwright.launch.failure import Failure
+from meshwright.launch.membership import Membership
+from meshwright.launch.progress import new_board
+
+folder = Path(sys.argv[1])
+new_board(join.board_path(folder, 0))
+Failure(1, 2, "n01", 4711, "step", 9, "was killed by signal 9").write(join.failure_path(folder))
+
+def report(kind, error, trace):
+    signal.raise_signal(join.TELL)
+    sys.__excepthook__(kind, error, trace)
+
+sys.excepthook = report
+join._follow_agent(Membership(0, 2, "n00:8476"), folder)
+try:
+    try:
+        raise OSError("its own")
+    finally:
+        signal.raise_signal(join.TELL)
+        print("not reached")
+except join.ProcessError as error:
+    signal.raise_signal(join.TELL)
+    print("raised once, for rank", error.rank)
+join._is_raised = False
+try:
+    raise ValueError("UNKNOWN: Gloo all-reduce failed")
+finally:
+    signal.raise_signal(join.TELL)
+    print("to its end")
+"""
+
+
+@pytest.mark.alone
+def test_a_failure_of_another_rank_interrupts_neither_its_own_handling_nor_a_report(tmp_path):
+    command = [sys.executable, "-c", REPORTS, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.splitlines() == ["raised once, for rank 1", "to its end"], ended.stderr
+    assert "Error in sys.excepthook" not in ended.stderr
+    assert re.search(
+        r"ValueError: UNKNOWN: Gloo all-reduce failed\nmeshwright.errors.ProcessError: rank 1 of 2 "
+        r"\(host n01, pid 4711\) was killed by signal 9\.",
+        ended.stderr,
+    )
+
+
 def ports() -> int:
     """Two ports of this host in a row that are free."""
     while True:

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .. import _compat
@@ -354,16 +354,28 @@ def _follow_agent(member: Membership, folder: Path) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(TELL, _raise_process_error)
         sys.unraisablehook = functools.partial(_raise_again, sys.unraisablehook)
-    before = sys.excepthook
+    sys.excepthook = functools.partial(_note_error, sys.excepthook, member.rank, folder)
 
-    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
+
+def _note_error(
+    before: Callable[..., Any],
+    rank: int,
+    folder: Path,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Report an error that ends the program; one because of another process with its name."""
+    before(kind, error, trace)
+    sys.stderr.flush()
+    text = "".join(traceback.format_exception(kind, error, trace))
+    error_path(folder, rank).write_text(text)
+    progress.entering("failed")
+    failure = _failure_soon() if _is_lost_sum(error) else None
+    if failure is not None and failure.rank != rank:
+        # In place of what raises it elsewhere: here it would only stop this report.
+        print(f"{ProcessError.__module__}.ProcessError: {failure.error()}", file=sys.stderr)
         sys.stderr.flush()
-        text = "".join(traceback.format_exception(kind, error, trace))
-        error_path(folder, member.rank).write_text(text)
-        progress.entering("failed")
-
-    sys.excepthook = note
 
 
 def board_path(folder: Path, rank: int) -> Path:
@@ -396,15 +408,44 @@ def lost_path(folder: Path) -> Path:
     return folder / "lost"
 
 
-def _raise_process_error(_number: int, _frame: Any) -> None:
+_is_raised = False
+
+
+def _raise_process_error(_number: int, frame: FrameType | None) -> None:
+    """Raise it, once, unless the same failure is being handled: ``finally`` blocks run to the end.
+
+    A report of an error that ends the program is not interrupted either.
+    """
+    global _is_raised
     failure = None if _agent is None else Failure.read(failure_path(_agent))
-    if failure is not None and not progress.is_over():
-        raise failure.error()
+    if failure is None or _is_raised or progress.is_over():
+        return
+    if _is_lost_sum(sys.exception()) or _is_reporting(frame):
+        return
+    _is_raised = True
+    raise failure.error()
+
+
+def _is_lost_sum(error: BaseException | None) -> bool:
+    """Whether an error may be one of JAX because another process is gone."""
+    if isinstance(error, ValueError):
+        return "Gloo" in str(error)
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(error, jax.errors.JaxRuntimeError)
+
+
+def _is_reporting(frame: FrameType | None) -> bool:
+    """Whether the frame, or one around it, is in :func:`_note_error`."""
+    while frame is not None and frame.f_code is not _note_error.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _raise_again(before: Any, unraisable: Any) -> None:
     """What was raised during a collection of garbage is lost: raise it once more."""
+    global _is_raised
     if isinstance(unraisable.exc_value, ProcessError):
+        _is_raised = False
         signal.raise_signal(TELL)
     else:
         before(unraisable)
