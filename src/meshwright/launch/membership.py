@@ -77,6 +77,10 @@ def membership(environment: Environment | None = None) -> Membership | None:
     :class:`~meshwright.errors.ClusterError` where some of a starter's variables are set and others
     are not, naming them.
 
+    What is also set where a program runs alone describes no group: ``WORLD_SIZE=1``,
+    ``LOCAL_RANK``, ``SLURM_PROCID`` outside of a step (``salloc``, ``sbatch`` without ``srun``),
+    and ``TPU_WORKER_ID`` 0, or beside one name of a host.
+
     >>> membership({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"})
     Membership(rank=1, processes=2, coordinator='a:29500', source='torchrun', local_rank=None)
     """
@@ -85,10 +89,15 @@ def membership(environment: Environment | None = None) -> Membership | None:
         member = reader(variables)
         if member is not None:
             return member
+    _check_no_half(variables)
     return None
 
 
 # One reader for each starter: None where none of its variables are set
+
+_KUBEFLOW = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TPU_POD = ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID")
 
 
 def _own(variables: Environment) -> Membership | None:
@@ -102,8 +111,8 @@ def _own(variables: Environment) -> Membership | None:
 def _kubeflow(variables: Environment) -> Membership | None:
     rank, processes, address = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"
     if not any(variables.get(name) for name in (rank, processes)):
-        return None  # JAX itself reads the address alone
-    _need_all(variables, (rank, processes, address), "Kubeflow Trainer's JAX runtime")
+        return None  # others may say the rest: Slurm, say
+    _need_all(variables, _KUBEFLOW, "Kubeflow Trainer's JAX runtime")
     return _read(variables, "Kubeflow", rank, processes, _with_port(variables[address]))
 
 
@@ -111,7 +120,7 @@ def _torchrun(variables: Environment) -> Membership | None:
     rank, processes = "RANK", "WORLD_SIZE"
     if not (variables.get(rank) or variables.get("MASTER_ADDR")):
         return None
-    _need_all(variables, (rank, processes, "MASTER_ADDR", "MASTER_PORT"), "torchrun's environment")
+    _need_all(variables, _TORCHRUN, "torchrun's environment")
     port = _number(variables, "MASTER_PORT")
     if variables.get("TORCHELASTIC_RUN_ID"):
         port += 1  # torchrun itself listens at the port that it names
@@ -163,7 +172,7 @@ def _tpu_pod(variables: Environment) -> Membership | None:
     hosts = [h for h in variables.get("TPU_WORKER_HOSTNAMES", "").split(",") if h]
     if len(hosts) < 2:
         return None
-    _need_all(variables, ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"), "a TPU pod")
+    _need_all(variables, _TPU_POD, "a TPU pod")
     rank = _number(variables, "TPU_WORKER_ID")
     return Membership(rank, len(hosts), _with_port(hosts[0]), "TPU pod", 0)
 
@@ -208,6 +217,20 @@ _READERS: tuple[Callable[[Environment], Membership | None], ...] = (
 
 
 # Parts
+
+
+def _check_no_half(variables: Environment) -> None:
+    """Raise :class:`ClusterError` for single variables that only a process of a group has.
+
+    Without the others each process would train alone.
+    """
+    processes = variables.get("WORLD_SIZE")
+    if processes != "1" and (processes or variables.get("MASTER_PORT")):
+        _need_all(variables, _TORCHRUN, "torchrun's environment")
+    if variables.get("JAX_COORDINATOR_ADDRESS"):
+        _need_all(variables, _KUBEFLOW, "Kubeflow Trainer's JAX runtime")
+    if variables.get("TPU_WORKER_ID", "0") != "0" and not variables.get("TPU_WORKER_HOSTNAMES"):
+        _need_all(variables, _TPU_POD, "a TPU pod")
 
 
 def _read(
