@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import ClusterError, ModelError
+from ..errors import ModelError
 from ..layouts.layout import Layout
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
@@ -28,7 +28,7 @@ class TopK:
     """Send only a ``share`` of the values, above 0 and at most 1: the largest by magnitude.
 
     With parameter servers it is a share of each gradient, and ``feedback=False`` drops the rest
-    instead of keeping it for the next step. Raises :class:`~meshwright.ClusterError` for another
+    instead of keeping it for the next step. Raises :class:`~meshwright.ModelError` for another
     share. (Lin et al. 2018)
 
     >>> TopK(0.01)
@@ -40,7 +40,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         if not isinstance(self.share, int | float) or not 0 < self.share <= 1:
-            raise ClusterError(f"TopK(share) must be > 0 and <= 1; received {self.share!r}.")
+            raise ModelError(f"TopK(share) must be > 0 and <= 1; received {self.share!r}.")
 
 
 @dataclass(frozen=True)

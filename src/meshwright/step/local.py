@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import BatchError, ClusterError
+from ..errors import BatchError, ModelError
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
@@ -80,7 +80,7 @@ def _sgd(learning_rate: float, momentum: float, *, nesterov: bool) -> dict[str, 
 def _check_every(local: Local) -> None:
     every = local.every
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ClusterError(
+        raise ModelError(
             f"{type(local).__name__}(every) must be an integer of at least 1; received {every!r}."
         )
 

@@ -70,7 +70,6 @@ def test_numbers_too_large_for_float16_come_later():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: TopK(0.0), "must be > 0"),
         (lambda: Half("int8"), "must be one of .'float16', 'bfloat16'"),
         (lambda: compression("gzip"), "unknown compression='gzip'"),
     ],
@@ -78,3 +77,5 @@ def test_numbers_too_large_for_float16_come_later():
 def test_what_is_no_compression_is_refused(make, says):
     with pytest.raises(mw.ClusterError, match=says):
         make()
+    with pytest.raises(mw.ModelError, match="must be > 0"):  # on a mesh as well
+        TopK(0.0)

@@ -61,7 +61,7 @@ def test_tables_by_rows_and_local_steps_exclude_each_other():
 
 @pytest.mark.parametrize("make", [lambda: LocalSGD(0), lambda: DiLoCo(every=1.5)])
 def test_the_number_of_steps_is_checked(make):
-    with pytest.raises(mw.ClusterError, match="must be an integer of at least 1"):
+    with pytest.raises(mw.ModelError, match="must be an integer of at least 1"):
         make()
 
 
