@@ -27,6 +27,7 @@ SAME: dict[str, Any] = {
     "batch_size": 8,
     "rows": 64,
     "zero": 0,
+    "learning_rate": 0.01,
     "width": 16,
     "epochs": 2,
     "devices": 2,
@@ -44,7 +45,7 @@ def main(rank: int, address: str, folder: str, changed: Mapping[str, Any]) -> No
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     error = None
-    arrived_s = time.time()
+    arrivals_s = [time.time()]
     try:
         os.environ["MESHWRIGHT_AGREE"] = how["agree"]
         mw.virtual_devices(how["devices"])
@@ -53,10 +54,10 @@ def main(rank: int, address: str, folder: str, changed: Mapping[str, Any]) -> No
             real = join._version
             join._version = lambda package: versions.get(package) or real(package)
         mw.join(how.get("rank", rank), how["processes"], address, wait_s=how.get("wait_s", 60))
-        arrived_s = train(how)
+        train(how, arrivals_s)
     except Exception as raised:
         error = raised
-    report.write_text(json.dumps([type(error).__name__, str(error), arrived_s, time.time()]))
+    report.write_text(json.dumps([type(error).__name__, str(error), arrivals_s[-1], time.time()]))
     while not all((Path(folder) / f"rank{r}.json").exists() for r in range(how["waits_for"])):
         time.sleep(0.02)  # a process of JAX's that is gone would end the other
     with contextlib.suppress(OSError):
@@ -64,16 +65,18 @@ def main(rank: int, address: str, folder: str, changed: Mapping[str, Any]) -> No
     os._exit(0)
 
 
-def train(how: Mapping[str, Any]) -> float:
+def train(how: Mapping[str, Any], arrivals_s: list[float]) -> None:
     keras.utils.set_random_seed(how["seed"])
     strategy = mw.Sharded(mw.create_mesh(how["mesh"]), zero=how["zero"])
+    arrivals_s.append(time.time())
     with strategy.scope():
         layers = [keras.layers.Dense(how["width"], how["activation"]), keras.layers.Dense(4)]
         model = keras.Sequential([keras.Input([8]), *layers])
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        optimizer = keras.optimizers.SGD(how["learning_rate"])
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     draw = np.random.default_rng(how["data"])
     x, y = draw.random([how["rows"], 8], "float32"), draw.integers(0, 4, how["rows"])
-    arrived_s = time.time()
+    arrivals_s.append(time.time())
     options = {"checkpoint": how["checkpoint"]} if how["checkpoint"] else {}
     data: dict[str, Any] = {"x": x, "y": y, "batch_size": how["batch_size"]}
     if how["order"]:
@@ -81,6 +84,5 @@ def train(how: Mapping[str, Any]) -> float:
         data = {"x": batches, "steps_per_epoch": 1}
     strategy.fit(model, **data, epochs=how["epochs"], verbose=0, **options)
     if how["evaluates"]:
-        arrived_s = time.time()
+        arrivals_s.append(time.time())
         strategy.evaluate(model, x, y, batch_size=how["evaluates"], verbose=0)
-    return arrived_s

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import agreeing
+import keras
+import numpy as np
 import pytest
 import zmq
 from watching import soon_enough
 
+import meshwright as mw
 from meshwright import AgreementError, ProcessError
 from meshwright.launch.agreement import Attendance, Meeting, Party, differences
 
@@ -86,6 +89,7 @@ def run(folder: Path, *changes: dict[str, Any]) -> list[tuple[str, str, float, f
                 ({"mesh": {"batch": 2, "model": 2}}, r"mesh: .*'batch': 4.* on rank 0"),
                 ({"batch_size": 16}, r"batch size: 8 on rank 0 .*, 16 on rank 1"),
                 ({"rows": 72}, r"data x: \(64, 8\) .* on rank 0 .*, \(72, 8\)"),
+                ({"learning_rate": 0.02}, r"the value of \S+: 0\.01 on rank 0 .*, 0\.02 on rank 1"),
                 ({"zero": 1}, r"strategy, zero: .* on rank 0 .* on rank 1"),
                 ({"width": 32}, r"layer \S*dense \(Dense\), units: 16 on rank 0 .*, 32 on rank 1"),
                 ({"epochs": 3}, r"epochs: 0 to 2 on rank 0 .*, 0 to 3 on rank 1"),
@@ -114,6 +118,30 @@ def test_a_difference_is_one_error_on_all(tmp_path, changed, says):
         return max(raised_s for *_, raised_s in raised) - last_arrival_s
 
     assert soon_enough(5.0, tmp_path, from_arrival_to_error_s)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (
+            np.float32(0.1),
+            r"the value of \S*rate is another in each process, and here it is 0\.1\.",
+        ),
+        (np.ones([2, 3], "f"), r"here it is \(2, 3\) float32 \w{8}\."),
+        (np.float32("nan"), r"the value of \S*rate has NaN"),  # JAX finds them unequal, too
+    ],
+)
+def test_another_value_is_named_where_nothing_is_compared(monkeypatch, value, says):
+    def put(*_: Any) -> Any:
+        raise AssertionError("value passed to device_put is not the same on each process")
+
+    strategy = mw.DataParallel(mw.create_mesh({"batch": -1}))
+    with strategy.scope():
+        rate = keras.Variable(value * 2, name="rate")
+        monkeypatch.setattr("keras.src.backend.jax.distribution_lib.distribute_tensor", put)
+        with pytest.raises(AgreementError, match=says) as caught:
+            rate.assign(value)
+    assert caught.value.__cause__ is caught.value.__context__ is None
 
 
 @pytest.mark.alone

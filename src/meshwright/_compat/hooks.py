@@ -43,6 +43,10 @@ class KerasHooks(Protocol):
         """The whole value of a variable, or ``None`` to leave reading it to Keras."""
         ...
 
+    def refuse_other_value(self, variable: Any, value: Any) -> None:
+        """Raise, in all processes, for a value that another process has differently."""
+        ...
+
     def keep_weights(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Around ``fit``, ``evaluate`` and ``predict``: what fails inside loses no weight."""
         ...
@@ -67,6 +71,7 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
     variables._meshwright_hooks = hooks
     around = _Around(hooks)
     _wrap(core.JaxVariable, "_initialize_with_initializer", around.initialize)
+    _wrap(core.JaxVariable, "_direct_assign", around.assign)
     _wrap(core.JaxVariable, "__array__", around.as_numpy)
     _wrap(trainer.JAXTrainer, "__init__", around.construct)
     _wrap(Layer, "stateless_call", hooks.stateless_call)
@@ -87,6 +92,16 @@ class _Around:
     def initialize(self, original: Any, variable: Any, initializer: Any) -> None:
         if not self.hooks.defer(variable, initializer):
             original(variable, initializer)
+
+    def assign(self, original: Any, variable: Any, value: Any) -> None:
+        try:
+            original(variable, value)
+        except AssertionError as error:  # JAX 0.11: device_put compares, and shows all values
+            if "is not the same on each process" not in str(error):
+                raise
+        else:
+            return
+        self.hooks.refuse_other_value(variable, value)
 
     def construct(self, original: Any, model: Any) -> None:
         original(model)

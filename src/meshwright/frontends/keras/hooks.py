@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -15,6 +16,8 @@ from jax.core import Tracer
 from ... import _compat
 from ...arrays import relayout
 from ...arrays.tracing import is_tracing
+from ...errors import AgreementError
+from ...launch.join import agree
 from ...layouts.layout import UNSHARDED, Layout
 from ...layouts.params import Placed
 from ...layouts.placement import Placement
@@ -93,6 +96,19 @@ class Hooks:
         whole = relayout(value, Layout.replicated(mesh, value.ndim))
         return np.asarray(whole.addressable_data(0))
 
+    def refuse_other_value(self, variable: Any, value: Any) -> None:
+        field, array = f"the value of {variable.path}", np.asarray(value)
+        agree(f"assigning {field.removeprefix('the ')}", lambda: {field: _value_text(array)})
+        if np.isnan(array).any():
+            raise AgreementError(
+                f"{field} has NaN, which does not compare as equal between the processes. Assign "
+                "finite numbers."
+            )
+        raise AgreementError(
+            f"{field} is another in each process, and here it is {_value_text(array)}. All of "
+            "them must assign the same one."
+        )
+
     @contextlib.contextmanager
     def keep_weights(self, model: Any) -> Iterator[None]:
         if not _is_ours(keras.distribution.distribution()):
@@ -107,6 +123,14 @@ class Hooks:
                 if _compat.raw_value(variable) is None:
                     _compat.restore_value(variable, value)
             raise
+
+
+def _value_text(array: np.ndarray) -> str:
+    """A number as it is; of several their dims, type and a checksum of all of them."""
+    if not array.ndim:
+        return str(array)
+    bits = zlib.crc32(np.ascontiguousarray(array).tobytes())
+    return f"{array.shape} {array.dtype} {bits:08x}"
 
 
 # Right gradients where Keras itself, or a model's own step, calls the model; step/spatial.py says
