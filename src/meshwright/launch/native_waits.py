@@ -1,12 +1,14 @@
 """How long a rank has waited in native code, seen from outside: a loop of its own says nothing.
 
 JAX waits for a result in native code and shows no frame of Python for it. What is known is that the
-main thread waits for another thread, that it has done next to nothing since, and that no module of
-Python's own (``threading``, ``subprocess``) waits there. Only Linux says so.
+main thread waits for another thread, that the process has done next to nothing since (else it may
+compute something of its own), and that no module of Python's own (``threading``, ``subprocess``)
+waits there. Only Linux says so.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 from collections.abc import Callable
@@ -16,6 +18,8 @@ from typing import NamedTuple
 _EVERY_S = 1.0
 _RUNS_NS = 5e5  # in a second: waits with a time limit wake a thread five times, for 0.04 ms each
 _WAKES = 10  # in a second
+_ALL_RUN_S = 0.05  # in a second, of all threads together
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _FILE = re.compile(r'\s*File "(.*)", line \d+')
 
 
@@ -23,6 +27,7 @@ class _Sample(NamedTuple):
     at_s: float
     ran_ns: int
     wakes: int
+    all_ran_s: float = 0.0
 
 
 class NativeWait:
@@ -66,13 +71,21 @@ class NativeWait:
 def is_one_wait(began: _Sample, now: _Sample) -> bool:
     """Whether a thread has done so little between two looks that it has only waited.
 
+    Nor may the rest of the process have done much.
+
     >>> is_one_wait(_Sample(0.0, 10**9, 40), _Sample(60.0, 10**9 + 10**7, 340))
     True
     >>> is_one_wait(_Sample(0.0, 10**9, 40), _Sample(60.0, 10**9 + 10**8, 640))
     False
+    >>> is_one_wait(_Sample(0.0, 10**9, 40, 9.0), _Sample(60.0, 10**9, 40, 69.0))
+    False
     """
     for_s = now.at_s - began.at_s + _EVERY_S
-    return now.ran_ns - began.ran_ns < _RUNS_NS * for_s and now.wakes - began.wakes < _WAKES * for_s
+    return (
+        now.ran_ns - began.ran_ns < _RUNS_NS * for_s
+        and now.wakes - began.wakes < _WAKES * for_s
+        and now.all_ran_s - began.all_ran_s < _ALL_RUN_S * for_s
+    )
 
 
 def waits_natively(stack: str, library: str = sysconfig.get_path("stdlib")) -> bool:
@@ -97,6 +110,7 @@ def _sample(pid: int, now_s: float) -> _Sample | None:
         if not (thread / "wchan").read_text().startswith("futex"):
             return None
         ran_ns, _, wakes = map(int, (thread / "schedstat").read_text().split())
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     except (OSError, ValueError):
         return None
-    return _Sample(now_s, ran_ns, wakes)
+    return _Sample(now_s, ran_ns, wakes, (int(user) + int(system)) / _TICKS)
