@@ -316,6 +316,14 @@ def test_a_wrong_request_lists_every_fault() -> None:
             server.answer({"a": rows(1), "b": [1.5]})
         with pytest.raises(mw.RequestError, match="differ in their rows"):
             server.answer({"a": rows(1), "b": [1, 2]})
+        with pytest.raises(
+            mw.RequestError, match="'b': value 4294967301 is outside the range of int32"
+        ):
+            server.answer({"a": rows(1), "b": [2**32 + 5]})
+        with pytest.raises(
+            mw.RequestError, match=r"'a': value 1e\+300 is outside the range of float32"
+        ):
+            server.answer({"a": [[1.0, np.inf, 1e300]], "b": [1]})
         answer = server.answer({"a": rows(2), "b": [1, 2]})
     assert str(wrong.value).splitlines()[1:] == [
         "  input 'a' has shape (2, 4): expected a float32[rows, 3]",

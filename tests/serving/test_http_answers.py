@@ -10,6 +10,7 @@ import pytest
 from http_calls import Answered, call
 from http_models import KERNEL, served
 
+import meshwright as mw
 from meshwright.serving.http.app import serving_app
 
 X = np.array([[1, 2, 3, 4], [0.5, 0, -1, 2]], np.float32)
@@ -76,6 +77,60 @@ def test_every_contract_gives_the_answer_of_a_keras_model(path):
         "binary": lambda: from_binary(answered),
     }.get(form, lambda: answered.json[form])
     np.testing.assert_allclose(read(), Y, atol=1e-6)
+
+
+def of_64_bits(x, path):
+    """The body and headers of a request with numbers of 64 bits, in a form that names their type
+    or has none."""
+    array = np.array(x)
+    tensor = {"name": "x", "datatype": {"i": "INT64", "f": "FP64"}[array.dtype.kind]}
+    tensor["shape"] = array.shape
+    if path.endswith("of=npy"):
+        return npy(array), {"content_type": "application/x-npy"}
+    if path.endswith("of=binary"):
+        tensor["parameters"] = {"binary_data_size": array.nbytes}
+        head = json.dumps({"inputs": [tensor]}).encode()
+        return head + array.tobytes(), {HEADER.replace("-", "_"): str(len(head))}
+    return ({"inputs": [{**tensor, "data": x}]} if "v2" in path else {"instances": x}), {}
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")  # of Keras, on the way
+@pytest.mark.parametrize(
+    ("dtype", "fits", "wrong", "says"),
+    [
+        (
+            "int64",
+            [[-(2**31)], [5]],
+            2**33 + 5,
+            "value 8589934597 is outside the range of int32, -2147",
+        ),
+        (
+            "float64",
+            [[1.5], [-1e38]],
+            1e300,
+            "value 1e+300 is outside the range of float32, -3.402",
+        ),
+    ],
+)
+def test_numbers_of_64_bits_are_served_where_they_fit_and_else_refused(dtype, fits, wrong, says):
+    import keras
+
+    x = keras.Input([1], name="x", dtype=dtype)
+    model = keras.Model(x, keras.ops.cast(x, "float32") * 0.5, name="wide")
+    app = serving_app(mw.Server(model, buckets=[2]))
+    (described,) = call(app, "GET", "/v2/models/wide").json["inputs"]
+    assert described["datatype"] == {"int64": "INT32", "float64": "FP32"}[dtype]
+    infer = "/v2/models/wide/infer"
+    for path in ("/v1/models/wide:predict", infer, f"{infer}?of=binary", "/invocations?of=npy"):
+        body, headers = of_64_bits(fits, path)
+        answered = call(app, "POST", path, body, **headers)
+        assert answered.status == 200, answered.body
+        out = answered.json["outputs"][0]["data"] if "v2" in path else answered.json["predictions"]
+        np.testing.assert_allclose(np.ravel(out), np.ravel(fits) / 2, rtol=1e-6)
+        body, headers = of_64_bits([[wrong]], path)
+        answered = call(app, "POST", path, body, **headers)
+        assert answered.status == 400, answered.body
+        assert f"input 'x': {says}" in answered.json["error"]
 
 
 def test_a_model_is_asked_for_the_rows_and_types_that_it_takes():

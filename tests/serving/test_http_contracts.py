@@ -174,7 +174,7 @@ WRONG = {  # body -> what the message says
     '{"instances": [[1, 2], [3]]}': "rows that differ in length or depth",
     '{"instances": [[1, 2, 3]]}': r"expected shape \[rows, 2\]; received \[1, 3\]",
     '{"instances": []}': "must be an array of rows",
-    '{"instances": [[1, 1e300]]}': "outside the range of float32",
+    '{"instances": [[1, 1e300]]}': r"'x': value 1e\+300 is outside the range of float32, -3",
     '{"instances": [[1, 2]], "inputs": [[1, 2]]}': "expected either 'instances'",
     '{"instances": [[1, 2]], "signature_name": "other"}': "unknown signature 'other'",
     '{"inputs": {"x": [[1, 2]], "z": [1]}}': r"unknown input 'z'\. The model takes 'x'",
@@ -222,7 +222,7 @@ def test_inputs_of_other_row_counts_are_refused():
 
 
 V2_WRONG = {  # changes of a tensor -> what the message says
-    "datatype": ("FP64", "expected datatype FP32; received 'FP64'"),
+    "datatype": ("FP16", "expected datatype FP32; received 'FP16'"),
     "shape": ([2, 2], "takes 16 bytes; received 8"),
     "parameters": ({"binary_data_size": 7}, "take 7 bytes by their binary_data_size; 8 bytes"),
     "name": (3, "must be an object with a name"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -35,18 +36,20 @@ def test_stablehlo_runs_without_meshwright_for_any_number_of_rows(tmp_path):
     export(server().model("twice"), tmp_path / "out")
     rng = np.random.default_rng(0)
     inputs = {"x": rng.normal(size=(5, 3)).astype("float32"), "ids": np.arange(10).reshape(5, 2)}
-    inputs["ids"] = inputs["ids"].astype("int32")
     np.savez(tmp_path / "in.npz", **inputs)
     code = "import sys; sys.modules['meshwright'] = None; import runpy; sys.argv = sys.argv[1:]; "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
     words = [tmp_path / "out" / "load.py", tmp_path / "in.npz", tmp_path / "out.npz"]
     subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=tmp_path, timeout=120)
+    loader = runpy.run_path(str(words[0]))
+    with pytest.raises(ValueError, match="'ids' has values outside the range of int32"):
+        loader["predict"]({**inputs, "ids": inputs["ids"] + 2**33})
     with server() as here, np.load(tmp_path / "out.npz") as outputs:
         answer = here.answer(inputs).outputs
         assert set(outputs) == set(answer)
         for name in answer:
             assert np.allclose(outputs[name], answer[name])
-    assert len((tmp_path / "out" / "load.py").read_text().splitlines()) < 30
+    assert len((tmp_path / "out" / "load.py").read_text().splitlines()) < 36
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):

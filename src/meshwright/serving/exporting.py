@@ -47,8 +47,15 @@ with np.load(HERE / "weights.npz") as file:
     WEIGHTS = [file[str(n)].view(w["dtype"]) for n, w in enumerate(MODEL["weights"])]
 
 
+def cast(given, name, dtype):
+    array = np.asarray(given).astype(dtype)
+    if not np.allclose(array.astype("f8"), np.asarray(given, "f8"), rtol=0.1, equal_nan=True):
+        raise ValueError(f"input {name!r} has values outside the range of {dtype}")
+    return array
+
+
 def predict(inputs):
-    arrays = [np.asarray(inputs[i["name"]], i["dtype"]) for i in MODEL["inputs"]]
+    arrays = [cast(inputs[i["name"]], i["name"], i["dtype"]) for i in MODEL["inputs"]]
     outputs = jax.jit(CALL)(WEIGHTS, arrays)
     return dict(zip((o["name"] for o in MODEL["outputs"]), map(np.asarray, outputs)))
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import RequestError
 from .api import TensorSpec
+from .ranges import in_dtype
 
 Lengths = tuple[int, ...]  # of the ragged dims of all inputs, in order
 _SMALL_BYTES = 64 * 2**10  # of a request's array
@@ -153,28 +154,21 @@ def _array(value: Any, spec: TensorSpec, faults: list[str]) -> np.ndarray | None
     if not fits:
         faults.append(f"{what} has shape {array.shape}: expected {spec}")
     dtype = np.dtype(spec.dtype)
-    if not _casts(array, dtype):
+    if not _casts(array.dtype, dtype):
         faults.append(f"{what} has dtype {array.dtype}: expected {spec.dtype}")
         return None
-    if not fits:
-        return None
-    with np.errstate(over="ignore"):  # float64 beyond float32 is infinite there
-        return np.ascontiguousarray(array, dtype)
+    narrow, fault = in_dtype(array, dtype)
+    if fault:
+        faults.append(f"{what}: {fault}")
+    return np.ascontiguousarray(narrow) if fits and not fault else None
 
 
-def _casts(array: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether values keep their meaning: floats stay floats, integers fit."""
-    if array.dtype == dtype:
-        return True
-    have, want = _kind(array.dtype), _kind(dtype)
+def _casts(dtype: np.dtype, wanted: np.dtype) -> bool:
+    """Whether values keep their meaning: floats stay floats, integers become either."""
+    have, want = _kind(dtype), _kind(wanted)
     if want == "float":
         return have in ("float", "integer")
-    if (have, want) != ("integer", "integer"):
-        return False
-    if not array.size:
-        return True
-    limits = np.iinfo(dtype)
-    return bool(limits.min <= array.min() and array.max() <= limits.max)
+    return dtype == wanted or have == want == "integer"
 
 
 def _kind(dtype: np.dtype) -> str:

@@ -167,7 +167,8 @@ def _like(model: keras.Model, example: Any) -> Any:
 
     def one(tensor: Any) -> Input:
         name = "" if _NAMED_BY_KERAS.fullmatch(tensor.name) else tensor.name
-        return Input(name, (None, *tensor.shape[1:]), str(tensor.dtype))
+        dtype = str(jax.dtypes.canonicalize_dtype(tensor.dtype))  # what is computed in
+        return Input(name, (None, *tensor.shape[1:]), dtype)
 
     return named(jax.tree.map(one, tensors))
 

@@ -11,7 +11,7 @@ from starlette.types import Scope
 from ...errors import OverloadedError
 from .contracts.request import Reply
 from .json_text import written
-from .problems import status_of
+from .problems import status_of, without_values
 
 REQUEST_ID = "x-request-id"
 
@@ -40,7 +40,7 @@ def problem_response(
     if code == "internal_error":
         message = "the server failed to answer this request. Its log has the traceback."
     state = scope.setdefault("state", {})
-    state["problem"] = (code, message)
+    state["problem"] = (code, without_values(message))
     body = {"error": message, "error_code": code, "request_id": state.get("request_id", "")}
     headers = {}
     if isinstance(error, OverloadedError):

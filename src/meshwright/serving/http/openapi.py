@@ -8,6 +8,7 @@ from typing import Any
 
 from ...views import Viewable
 from ..api import Models, TensorSpec
+from ..ranges import wider
 from .contracts.open_inference import DATATYPES
 from .looking import looked_at
 
@@ -99,6 +100,11 @@ def _columns(specs: Sequence[TensorSpec], key: str = "inputs") -> dict[str, Any]
     return {"type": "object", "required": [key], "properties": {key: whole}}
 
 
+def _datatypes(dtype: str, accepts_wider: bool) -> list[str]:
+    names = [dtype, wider(dtype)] if accepts_wider else [dtype]
+    return [DATATYPES.get(name, name) for name in names if name is not None]
+
+
 def _v2(specs: Sequence[TensorSpec], key: str = "inputs") -> dict[str, Any]:
     tensors = [
         {
@@ -106,7 +112,7 @@ def _v2(specs: Sequence[TensorSpec], key: str = "inputs") -> dict[str, Any]:
             "required": ["name", "datatype", "shape"],
             "properties": {
                 "name": {"const": spec.name},
-                "datatype": {"const": DATATYPES.get(spec.dtype, spec.dtype)},
+                "datatype": {"enum": _datatypes(spec.dtype, accepts_wider=key == "inputs")},
                 "shape": {"type": "array", "items": {"type": "integer"}},
                 "data": {"type": "array"},
             },

@@ -5,6 +5,7 @@ Those of the engine are in the library's tree of errors; those that only HTTP kn
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from ...errors import (
@@ -73,6 +74,18 @@ def refuse(faults: Iterable[str]) -> None:
         lines = "".join(f"\n  {fault}" for fault in problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise RequestError(f"{len(problems)} faults in the request:{lines}{more}")
+
+
+_VALUE = re.compile(r"\b(value|id) \S+ (?=is out)")
+
+
+def without_values(message: str) -> str:
+    """The message as it is logged: values of a body stay out of the log.
+
+    >>> without_values("input 'x': value 300 is outside the range of uint8, 0 to 255.")
+    "input 'x': value is outside the range of uint8, 0 to 255."
+    """
+    return _VALUE.sub(r"\1 ", message)
 
 
 def short(value: object, most: int = 60) -> str:

@@ -25,7 +25,7 @@ from .keys import Known
 from .limits import Limits
 from .log import LOGGER
 from .looking import check_version, looked_at
-from .problems import refuse, short, status_of
+from .problems import refuse, short, status_of, without_values
 from .run import Listening, is_draining
 
 messages: Any = service_pb2  # whose classes are made at run time
@@ -187,7 +187,7 @@ class _Service(stubs.GRPCInferenceServiceServicer):
                 return _reply(request, answer, model)
         except MeshwrightError as error:
             code = _code(error)
-            fields["error"] = str(error)
+            fields["error"] = without_values(str(error))
             await _abort(context, error)
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED

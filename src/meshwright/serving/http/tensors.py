@@ -1,7 +1,7 @@
 """Arrays from nested lists of JSON or from raw bytes, checked against what a model takes.
 
 A value never changes silently: 1.5 for an integer, "1" for a number, null, 300 for
-uint8 and 1e300 for float32 are faults.
+uint8 and 1e300 for float32 are faults. Types of 64 bits are accepted where 32 hold every value.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ..api import TensorSpec
+from ..ranges import in_dtype, limits_of, narrower, outside
 from .json_text import kind_of
 from .problems import short
 
@@ -104,26 +105,30 @@ def _cast(loose: np.ndarray, spec: TensorSpec, dtype: np.dtype, faults: list[str
     try:
         if dtype.kind in "iub":
             return loose.astype(dtype)
-        wide = loose.astype(np.float64)
+        array, fault = in_dtype(loose.astype(np.float64), dtype)
     except OverflowError:
-        faults.append(f"input {spec.name!r}: a value is outside the range of {spec.dtype}.")
-        return None
-    with np.errstate(over="ignore"):
-        array = wide.astype(dtype)
-    if not np.array_equal(np.isfinite(array), np.isfinite(wide)):
-        faults.append(f"input {spec.name!r}: a value is outside the range of {spec.dtype}.")
+        array, fault = None, _wide_fault(loose, dtype)
+    if fault:
+        faults.append(f"input {spec.name!r}: {fault}.")
         return None
     return array
+
+
+def _wide_fault(loose: np.ndarray, dtype: np.dtype) -> str:
+    """The fault of Python's numbers, one of which NumPy has no type for."""
+    least, most = limits_of(dtype)
+    return outside(short(next(x for x in loose.ravel() if not least <= x <= most)), dtype)
 
 
 def raw_array(
     raw: memoryview, dtype: str, shape: Sequence[int], spec: TensorSpec, faults: list[str]
 ) -> Any:
-    """The array of little-endian bytes, without a copy; or ``None`` and its fault."""
+    """The array of little-endian bytes, without a copy where they have the input's own type; or
+    ``None`` and its fault."""
     if fault := shape_fault(tuple(shape), spec):
         faults.append(fault)
         return None
-    if dtype != spec.dtype:
+    if spec.dtype not in (dtype, narrower(dtype)):
         faults.append(f"input {spec.name!r}: expected {spec.dtype}; received {dtype}.")
         return None
     kind = dtype_of(dtype).newbyteorder("<")
@@ -133,7 +138,11 @@ def raw_array(
             f"{len(raw):,}."
         )
         return None
-    return np.frombuffer(raw, kind).reshape(shape)
+    array, fault = in_dtype(np.frombuffer(raw, kind).reshape(shape), dtype_of(spec.dtype))
+    if fault:
+        faults.append(f"input {spec.name!r}: {fault}.")
+        return None
+    return array
 
 
 def shape_fault(shape: tuple[int, ...], spec: TensorSpec) -> str:

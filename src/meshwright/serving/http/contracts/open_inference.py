@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ...api import Answer, ServedModel, TensorSpec
+from ...ranges import narrower
 from ..json_text import kind_of, parsed_object, written
 from ..limits import Limits
 from ..problems import refuse, short
@@ -147,7 +148,7 @@ def _array(
     """The array of one input, by its datatype and shape."""
     name, datatype, shape = spec.name, tensor.get("datatype"), tensor.get("shape")
     dtype = _DTYPES.get(datatype) if isinstance(datatype, str) else None
-    if dtype is None or dtype != spec.dtype:
+    if dtype is None or spec.dtype not in (dtype, narrower(dtype)):
         wanted = DATATYPES.get(spec.dtype, spec.dtype)
         faults.append(f"input {name!r}: expected datatype {wanted}; received {short(datatype)}.")
         return None
