@@ -72,7 +72,7 @@ def test_a_module_of_shapes_is_planned_with():
     ],
     ids=["function", "partial", "tree of a partial", "jitted"],
 )
-def test_a_function_still_makes_parameters(make):
+def test_a_function_stillmakes_parameters(make):
     program = mw.jax_program(lambda p, b: jnp.sum(p["w"] * b), make, optax.sgd(0.1))
     assert [(info.path, info.dims) for info in program.params] == [("w", (3,))]
     np.testing.assert_array_equal(program.initial().params["w"], np.ones(3))

@@ -57,7 +57,7 @@ def jax_program(
     ['counts/rows']
     """
     extras = Extras.of(loss, seed)
-    if callable(params) and not _makes_parameters(params):
+    if callable(params) and not makes_parameters(params):
         params, rest = _parted(params)
         loss = _filled_up(loss, rest)
         forward = None if forward is None else _filled_up(forward, rest)
@@ -74,7 +74,7 @@ def forward_program(
         raise ModelError("this program has a forward function only: it cannot be trained.")
 
     name = getattr(forward, "__name__", "function")
-    if callable(params) and not _makes_parameters(params):
+    if callable(params) and not makes_parameters(params):
         params, rest = _parted(params)
         forward = _filled_up(forward, rest)
     return program_of(loss, params, _NoOptimizer, forward, name, Tree, Extras((), 0))
@@ -108,7 +108,7 @@ def program_of(
             "expected an Optax optimizer, such as optax.adam(0.001); received "
             f"{optimizer!r}, which has no init and update."
         )
-    make = params if _makes_parameters(params) else lambda: jax.tree.map(_valued, params)
+    make = params if makes_parameters(params) else lambda: jax.tree.map(_valued, params)
     shapes = jax.eval_shape(make) if make is params else jax.tree.map(_shape, params)
     slot_shapes = jax.eval_shape(optimizer.init, shapes)
     tree, slot_tree = tree_of(shapes), tree_of(slot_shapes)
@@ -210,7 +210,12 @@ def _moved(value: Any, change: Any) -> Any:
     return (value + change).astype(value.dtype)
 
 
-def _makes_parameters(params: Any) -> bool:
+def arrays_of(params: Any) -> Any:
+    """The tree of the arrays of parameters, which a pytree that can be called has beside others."""
+    return _parted(params)[0] if callable(params) else params
+
+
+def makes_parameters(params: Any) -> bool:
     """Whether it is a function that makes parameters, rather than a pytree of them."""
     is_function = jax.tree_util.all_leaves([params]) or isinstance(params, functools.partial)
     return callable(params) and is_function

@@ -192,15 +192,23 @@ class Keeper:
 
     # Newer ones
 
-    def update(self) -> Moved:
+    def update(self, params: Any = None) -> Moved:
         """See :meth:`~.model.LoadedModel.update`."""
         if self.others is not None:
             raise ModelError(
                 f"model {self.source.name!r} is served by several processes, which take newer "
                 "weights from checkpoints alone. Save one, and call reload()."
             )
+        if (params is None) != (self.source.given is None):
+            raise ModelError(
+                f"model {self.source.name!r} is one of Keras, which has its values itself: train "
+                "it, and call update() without params."
+                if self.source.given is None
+                else f"{self.source.name!r} is a Program or a function, which has no newer values "
+                "itself: update(params), with a tree of parameters or the state of a Trainer."
+            )
         with self._reloading:
-            state, moved = self.source.in_memory()
+            state, moved = self.source.in_memory(params)
             number = int(self.version) + 1 if self.version.isdecimal() else 1
             weights = Weights(str(number), state, self.source.live)
             self._swap(self._checked(weights), f"handed over: {moved}")

@@ -318,13 +318,14 @@ class LoadedModel:
 
     # Other weights
 
-    def update(self) -> Moved:
+    def update(self, params: Any = None) -> Moved:
         """Serve the values that the model has in memory now, from the next batch on.
 
-        What the hand-over took. Raises :class:`~meshwright.ModelError` for a model without values,
-        or over several processes.
+        Those of a Program or a function are ``params``: a tree of parameters, or the state of a
+        Trainer. What the hand-over took. Raises :class:`~meshwright.ModelError` for a model without
+        values, for params that do not fit, or over several processes.
         """
-        return self._keeper.update()
+        return self._keeper.update(params)
 
     def reload(self) -> bool:
         """Serve the newest checkpoint from the next batch on; whether there was another one.

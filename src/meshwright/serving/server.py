@@ -13,6 +13,8 @@ from typing import Any
 from ..errors import ModelError, NotReadyError, UnknownModelError
 from ..planning.cache import folder
 from ..planning.search.plan import Plan
+from ..program import Program
+from ..warn import warn
 from .api import Answer
 from .model import LoadedModel
 from .options import ServeOptions
@@ -35,9 +37,11 @@ class Server:
     ``checkpoint``, a run's directory or one checkpoint, which may stand first as well:
     ``Server("runs/first", build=build)``. ``strategy`` lays it out: a :class:`~meshwright.Sharded`,
     a :class:`~meshwright.Placement`, a :class:`~meshwright.Plan` or the file of one, or a mesh;
-    without one it lies on the first device, and one with a :class:`~meshwright.Pipeline` is served
-    by stages. A plan for latency or throughput also gives ``buckets`` and ``precision``, unless
-    ``options`` do. Each device reads its own pieces of the weights and nothing else; slots are left
+    without one it lies on the first device. ``params`` are the values of a Program, as well: a tree
+    of its parameters, or the state of a :class:`~meshwright.Trainer` on any mesh, of which each
+    device gets its pieces; newer ones take their place by ``server.model(name).update(params)``.
+    A strategy with a :class:`~meshwright.Pipeline` is served by stages. A plan for latency or
+    throughput also gives ``buckets`` and ``precision``, unless ``options`` do. Each device reads its own pieces of the weights and nothing else; slots are left
     out. With the :class:`~meshwright.ParameterServer` that trains the model, weights and rows of
     tables are those of its servers. ``example`` is a batch of inputs, of which shapes and dtypes
     are looked at, where the model does not say them. ``name`` is that of the model, and ``version``
@@ -127,9 +131,20 @@ class Server:
             strategy = Plan.load(strategy)
         if build is not None and checkpoint is None and isinstance(model, str | Path):
             model, checkpoint = None, model
+        if checkpoint is not None and params is not None and (build or isinstance(model, Program)):
+            raise ModelError(
+                f"values are both in checkpoint={str(checkpoint)!r} and in params=: leave one out."
+            )
         settings = ServeOptions.of(_planned(strategy, options))
         what = {"build": build, "params": params, "example": example, "name": name}
         source = source_of(model, strategy, **what, precision=settings.precision)
+        if source.is_untrained and checkpoint is None:
+            warn(
+                f"program {source.name!r} is served with the values that it begins with. Where it "
+                "was trained, pass the checkpoints of its run, checkpoint='runs/first', or the "
+                "state of its Trainer, params=state; where these values are meant, pass them as "
+                "params=."
+            )
         own = None
         if settings.precision is not None and sample is not None:
             own = source_of(model, strategy, **what)

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import CheckpointInfo, reader, restore_state
 from ..errors import ModelError
-from ..frontends.inputs import inputs_like
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
 from ..planning.search.plan import Plan
 from ..program import Program, TrainState
 from ..stages.pipeline import Pipeline
-from ..step.assemble import Assembly, assemble
+from ..step.assemble import Assembly
 from .api import TensorSpec
 from .handover import Moved, handed_over
 from .tables import ModelTables, OnServers, Rows, TableInputs, is_parameter_server
@@ -46,6 +45,8 @@ class Source:
     outputs: tuple[str, ...] = ()
     names: Names | None = None
     values: Callable[[TrainState], TrainState] | None = None  # of these shapes, or more
+    given: Callable[[Any, TrainState], TrainState] | None = None  # the same of params from outside
+    is_untrained: bool = False  # its values in memory are those that training begins with
     is_keras: bool = False
     saved_dtypes: Mapping[str, str] = field(default_factory=dict)
     floats: Source | None = None  # what ``convert`` makes the values of, where these are others
@@ -102,10 +103,11 @@ class Source:
 
     # Weights. Whatever they come from, each device gets its piece and nothing else.
 
-    def in_memory(self) -> tuple[TrainState, Moved]:
-        """The values of the model, where serving wants them, in memory of their own."""
+    def in_memory(self, params: Any = None) -> tuple[TrainState, Moved]:
+        """The values of the model, or ``params`` in their place, where serving wants them, in
+        memory of their own."""
         if self.stages is not None:
-            pairs = self._by_stage(lambda source: source.in_memory())
+            pairs = self._by_stage(lambda source: source.in_memory(params))
             moved = [pair[1] for pair in pairs if pair is not None]
             states: Any = tuple(pair and pair[0] for pair in pairs)
             return states, Moved(sum(m.nbytes for m in moved), sum(m.seconds for m in moved))
@@ -125,7 +127,9 @@ class Source:
                 "values, checkpoint='runs/first'."
             )
         shapes = self.shapes
-        state, moved = handed_over(self.values(shapes), shapes)
+        given = None if params is None else self.given
+        values = self.values(shapes) if given is None else given(params, shapes)
+        state, moved = handed_over(values, shapes)
         return self._used(state), moved
 
     def read(self, info: CheckpointInfo) -> Any:
@@ -254,9 +258,11 @@ def source_of(
 ) -> Source:
     """The source of whatever a :class:`~meshwright.Server` takes.
 
-    Raises :class:`~meshwright.ModelError` for what cannot be served.
+    ``params`` are the values of a Program or a function, and shapes will do for a function whose
+    values are those of a checkpoint. Raises :class:`~meshwright.ModelError` for what cannot be
+    served.
     """
-    make, values = None, None
+    make, values, is_function = None, None, False
     if build is not None:
         model, example = _built(build, example)
         make = functools.partial(_built_again, build, model)
@@ -266,12 +272,25 @@ def source_of(
         path, name = model, name or Path(model).stem
         model, values = load_file(path)
         make = functools.partial(lambda: load_file(path)[0])
-    elif params is not None and not isinstance(model, Program):
-        model = _forward_program(model, params)
+        if params is not None:
+            raise ModelError(f"{path} holds the values of its model: leave params= out.")
+    elif isinstance(model, Program) and params is not None:
+        from ..frontends.given import given_values
+
+        given_values(model, params)  # raises where they do not fit
+    elif params is not None:
+        from ..frontends.jax import makes_parameters
+
+        model, is_function = _forward_program(model, params), True
+        params = None if makes_parameters(params) else params  # or whole on one device
 
     def on(strategy: Any) -> Source:
         if isinstance(model, Program):
-            return _of_program(model, _placement(strategy), example, precision)
+            from .program_source import source_of_program
+
+            placement = _placement(strategy)
+            source = source_of_program(model, placement, example, precision, params)
+            return replace(source, is_untrained=False) if is_function else source
         return _of_keras(model, strategy, example, precision, make, values)
 
     pipeline = _pipeline_of(strategy)
@@ -420,50 +439,15 @@ def _eight_bits(floats: Source, strategy: Any, example: Any) -> Source:
     )
 
 
-def _of_program(
-    program: Program, placement: Placement, example: Any, precision: Precision | None
-) -> Source:
-    if example is None:
-        raise ModelError(
-            f"program {program.name!r}: pass example=, inputs of any number of rows, whose shapes "
-            "and dtypes are those of requests."
-        )
-    if precision is not None:
-        raise ModelError(
-            f"precision={precision!r} is for Keras models; a function computes in the type of its "
-            "params: cast them."
-        )
-    from ..layouts.strict import inspect
-
-    inspect(placement.naming(program.inputs), program.infos, repr(program.name))
-    forward = replace(program, slots=(), metrics=())
-    initial = program.initial
-    steps = assemble(forward, replace(placement, strict=False))
-
-    def values(like: TrainState) -> TrainState:
-        import jax
-
-        def weights() -> TrainState:
-            whole = initial()
-            params, state = (
-                {path: of[path] for path in part}
-                for of, part in zip(whole[:2], like[:2], strict=True)
-            )
-            return TrainState(params, state, {}, {})
-
-        shardings = jax.tree.map(lambda shape: shape.sharding, like)
-        with turn_of_several(placement.mesh):
-            return jax.block_until_ready(jax.jit(weights, out_shardings=shardings)())
-
-    return Source(program.name, steps, inputs_like(example), values=values)
-
-
 def _forward_program(function: Any, params: Any) -> Program:
     """A Program that can only predict."""
     from ..frontends.jax import forward_program
 
-    if not callable(function):
-        raise ModelError(f"params= goes with a function (params, inputs); received {function!r}.")
+    if not callable(function) or hasattr(function, "get_config"):  # a Keras model can be called
+        raise ModelError(
+            "params= goes with a Program, or a function (params, inputs); received "
+            f"{function!r}, which has values of its own: leave params= out."
+        )
     return forward_program(function, params)
 
 

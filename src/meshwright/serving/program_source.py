@@ -1,0 +1,82 @@
+"""The source of a Program: its forward pass, and values from a checkpoint or from memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ModelError
+from ..frontends.given import given_values
+from ..frontends.inputs import inputs_like
+from ..layouts.placement import Placement
+from ..program import Program, TrainState
+from ..step.assemble import assemble
+from .source import Source
+from .turns import turn_of_several
+
+if TYPE_CHECKING:
+    from .options import Precision
+
+
+def source_of_program(
+    program: Program,
+    placement: Placement,
+    example: Any,
+    precision: Precision | None,
+    params: Any = None,
+) -> Source:
+    """``params`` are its values, or ``None`` for those that it begins with.
+
+    Raises :class:`~meshwright.ModelError`.
+    """
+    if example is None:
+        raise ModelError(
+            f"program {program.name!r}: pass example=, inputs of any number of rows, whose shapes "
+            "and dtypes are those of requests."
+        )
+    if precision is not None:
+        raise ModelError(
+            f"precision={precision!r} is for Keras models; a function computes in the type of its "
+            "params: cast them."
+        )
+    from ..layouts.strict import inspect
+
+    inspect(placement.naming(program.inputs), program.infos, repr(program.name))
+    forward = replace(program, slots=(), metrics=())
+
+    def given(params: Any, like: TrainState) -> TrainState:
+        values = given_values(program, params)
+        state = values.state or _beginning(program, placement, like._replace(params={})).state
+        return values._replace(state=state)
+
+    begins = functools.partial(_beginning, program, placement)
+    return Source(
+        program.name,
+        assemble(forward, replace(placement, strict=False)),
+        inputs_like(example),
+        values=begins if params is None else functools.partial(given, params),
+        given=given,
+        is_untrained=params is None,
+    )
+
+
+def _beginning(program: Program, placement: Placement, like: TrainState) -> TrainState:
+    """The values that a program begins with, of these shapes, made where they are wanted."""
+    import jax
+
+    if not any(like):
+        return like
+    initial = program.initial
+
+    def part(whole: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+        return {path: whole[path] for path in wanted}
+
+    def weights() -> TrainState:
+        whole = initial()
+        return TrainState(part(whole.params, like.params), part(whole.state, like.state), {}, {})
+
+    shardings = jax.tree.map(lambda shape: shape.sharding, like)
+    with turn_of_several(placement.mesh):
+        return jax.block_until_ready(jax.jit(weights, out_shardings=shardings)())
