@@ -152,7 +152,8 @@ def dry_run(
 
     The target's devices need not be present. BUILD is a function without arguments. It returns
     (model, batch) or (model, batch, layouts), where the model is a compiled Keras model or a
-    Program. A Keras model is built as shapes only, so its size does not matter.
+    Program. A Keras model is built as shapes only, so its size does not matter. With --serve a
+    Keras model alone will do; of a batch (x, y) the model gets x, and any other batch as it is.
 
     \b
     meshwright dry-run train:build --target v5p:2x2x2 --mesh batch=4,model=2

@@ -104,7 +104,8 @@ def plan(
     meshwright plan train:build --target h100:8 --objective latency --rows 1,8,32 --save serve.json
 
     With the objectives latency and throughput the forward pass alone is planned, for
-    `meshwright serve --plan serve.json`.
+    `meshwright serve --plan serve.json`. A Keras model alone will then do; of a batch (x, y) the
+    model gets x, and any other batch as it is.
     """
     from ..display.text.columns import print_text
     from ..files import write

@@ -15,6 +15,7 @@ from ..equivalence.cases import Case, case_of, setups
 from ..equivalence.finding import find_build
 from ..errors import BatchError, LayoutError, ModelError, PlanError
 from ..frontends.dry_runs import dry_run
+from ..frontends.inputs import inputs_of
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
@@ -87,10 +88,7 @@ def run_serving(
     without what only that needs."""
     from ..frontends.dry_runs import dry_serve
 
-    case = _case(request)
-    inputs = case.batch
-    if not isinstance(case.model, Program) and isinstance(inputs, tuple):
-        inputs = inputs[0]
+    case = _case(request, serves=True)
     strategy = case.strategy
     if isinstance(strategy, Placement):
         strategy = strategy.serving(case.mesh)
@@ -102,7 +100,7 @@ def run_serving(
     progress = _Progress(request.target)
     try:
         with watching(progress.show):
-            return dry_serve(case.model, inputs, **how)
+            return dry_serve(case.model, case.batch, **how)
     finally:
         progress.end()
 
@@ -127,7 +125,7 @@ def _saved(report: DryRun, html_path: Path | None) -> DryRun:
 
 
 class _Case(NamedTuple):
-    """What is dry-run."""
+    """What is dry-run: a step, of a batch, or what is served, of inputs."""
 
     model: Any
     batch: Any
@@ -154,8 +152,9 @@ class _Case(NamedTuple):
             progress.end()
 
 
-def _case(request: DryRunOptions, here: bool = False) -> _Case:
-    """What the options of the command mean; with ``here`` the devices are made, too."""
+def _case(request: DryRunOptions, here: bool = False, serves: bool = False) -> _Case:
+    """What the options of the command mean; with ``here`` the devices are made, too. With
+    ``serves`` a model without a batch will do, and ``batch`` is what goes into it."""
     build, target, mesh, layouts, zero, batch_size, options, compile, _ = request
     mesh = mesh or Mesh({"batch": target.num_devices})
     check_size(mesh, target)
@@ -163,9 +162,12 @@ def _case(request: DryRunOptions, here: bool = False) -> _Case:
     if not _compat.jax_is_running() and not (here and target.platform != "cpu"):
         # An accelerator that is here, or its driver, is woken up only to be measured.
         virtual_devices(target.num_devices if here else 1)
-    case = built_case(build, layouts, options)
+    case = built_case(build, layouts, options, needs_batch=not serves)
+    case = for_serving(case, mesh) if serves else case
     setup = setups(case, [mesh.abstract()])[0]
     strategy = _strategy(case, setup)  # also checks the options
+    if serves:
+        return _Case(case.model, _served_inputs(case, batch_size), strategy, mesh, target, compile)
     batch = _micro_batch(case.batches[0], batch_size, setup.options.get("accumulate", 1))
     return _Case(case.model, batch, strategy, mesh, target, compile)
 
@@ -226,15 +228,16 @@ def choose(
 
     if not _compat.jax_is_running():
         virtual_devices(1)
-    case = built_case(build, {}, {})
+    serves = isinstance(objective, ServingGoal)
+    case = built_case(build, {}, {}, needs_batch=not serves)
     # What a CPU can do is not published, and without that no layout is faster than another.
     needs_times = target.platform == "cpu" and objective != "memory"
     if hardware == "measured" or (needs_times and hardware is None):
         hardware = _measured(target)
-    batch = _micro_batch(case.batches[0], batch_size, 1)
-    if isinstance(objective, ServingGoal):
-        takes_inputs = not isinstance(case.model, Program) and isinstance(batch, tuple)
-        batch = batch[0] if takes_inputs else batch
+    if serves:
+        batch = _served_inputs(case, batch_size)
+    else:
+        batch = _micro_batch(case.batches[0], batch_size, 1)
     return plan(
         case.model,
         batch,
@@ -280,6 +283,31 @@ def strategy_on(case: Case, mesh: Mesh) -> Any:
     """The rules of a case on a mesh of devices."""
     setup = setups(case, [mesh.abstract()])[0]
     return _strategy(case, replace(setup, mesh=mesh))
+
+
+def for_serving(case: Case, mesh: Mesh) -> Case:
+    """The case as it is served on a mesh: rows are whole where it has no axis ``batch``."""
+    if "batch" in case.options or "batch" in mesh:
+        return case
+    return replace(case, options={**case.options, "batch": None})
+
+
+def _served_inputs(case: Case, rows: int | None) -> Any:
+    """The shapes of what goes into the model: of the batch that it is trained on, or as the model
+    says. Raises :class:`~meshwright.ModelError` where neither is known."""
+    batch = case.batches[0] if case.batch is not None and case.batches else None
+    if isinstance(case.model, Program):
+        batch = case.model.example if batch is None else batch
+        if batch is None:
+            raise ModelError(
+                f"the inputs of program {case.model.name!r} are not known: let build() return "
+                "(program, batch). Of a batch (x, y), x goes in, and any other batch as it is."
+            )
+    elif batch is None:
+        from ..frontends.keras.forward import example_of
+
+        return example_of(case.model)
+    return _micro_batch(inputs_of(batch), rows, 1)
 
 
 def _strategy(case: Case, setup: Any) -> Any:

@@ -177,7 +177,9 @@ def serve(
     """Serve a trained model over HTTP until SIGTERM, which drains it.
 
     RUN is the folder of a run (the newest checkpoint is taken), one checkpoint, a .keras file, or a
-    folder that a mw.DeltaExporter writes.
+    folder that a mw.DeltaExporter writes. BUILD returns the model, or what it returns for
+    `meshwright dry-run`: of a Program (program, batch), for its batch says what the inputs are. Of
+    a batch (x, y) that is x, of any other all of it.
     Clients may speak the Open Inference protocol V2, TensorFlow Serving's REST, or SageMaker's and
     MLflow's /invocations. The page at / shows load, latency, layouts and how to call the model.
 

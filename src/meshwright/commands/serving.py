@@ -317,14 +317,12 @@ def strategy_of(case: Case, mesh: Mesh | None) -> Any:
     import jax
 
     from ..layouts.mesh import create_mesh
-    from .planning import strategy_on
+    from .planning import for_serving, strategy_on
 
     axes = dict(mesh.axes) if mesh else dict.fromkeys(axes_named(case), 1)
     axes = axes or {"batch": 1}
     mesh = create_mesh(axes, jax.devices()[: Mesh(axes).size])
-    if "batch" not in case.options and "batch" not in mesh:
-        case = replace(case, options={**case.options, "batch": None})
-    return strategy_on(case, mesh)
+    return strategy_on(for_serving(case, mesh), mesh)
 
 
 def _engine_options(options: ServeOptions) -> dict[str, Any]:

@@ -15,6 +15,16 @@ class Input:
     dtype: str
 
 
+def inputs_of(batch: Any) -> Any:
+    """What goes into the forward pass, of a batch that a model trains on: of ``(x, y)`` the first,
+    of anything else all.
+
+    >>> inputs_of(([1.0], [2.0])), inputs_of({"ids": [1]})
+    ([1.0], {'ids': [1]})
+    """
+    return batch[0] if type(batch) is tuple and batch else batch
+
+
 def inputs_like(example: Any) -> Any:
     """The inputs of a tree of arrays, or of their shapes, in place of these.
 

@@ -34,7 +34,8 @@ def source_of_program(
     if example is None:
         raise ModelError(
             f"program {program.name!r}: pass example=, inputs of any number of rows, whose shapes "
-            "and dtypes are those of requests."
+            "and dtypes are those of requests. A function that builds it, as on the command line, "
+            "returns (program, batch): of a batch (x, y) the example is x."
         )
     if precision is not None:
         raise ModelError(

@@ -41,9 +41,10 @@ class Server:
     of its parameters, or the state of a :class:`~meshwright.Trainer` on any mesh, of which each
     device gets its pieces; newer ones take their place by ``server.model(name).update(params)``.
     A strategy with a :class:`~meshwright.Pipeline` is served by stages. A plan for latency or
-    throughput also gives ``buckets`` and ``precision``, unless ``options`` do. Each device reads its own pieces of the weights and nothing else; slots are left
-    out. With the :class:`~meshwright.ParameterServer` that trains the model, weights and rows of
-    tables are those of its servers. ``example`` is a batch of inputs, of which shapes and dtypes
+    throughput also gives ``buckets`` and ``precision``, unless ``options`` do. Each device reads
+    its own pieces of the weights and nothing else; slots are left out. With the
+    :class:`~meshwright.ParameterServer` that trains the model, weights and rows of tables are those
+    of its servers. ``example`` is a batch of inputs, of which shapes and dtypes
     are looked at, where the model does not say them. ``name`` is that of the model, and ``version``
     stands in each answer; without it, the step of the checkpoint does. ``options`` are those of
     :class:`~meshwright.serving.options.ServeOptions`: ``max_rows``, ``buckets``, ``lengths``,

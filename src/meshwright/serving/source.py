@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import CheckpointInfo, reader, restore_state
 from ..errors import ModelError
+from ..frontends.inputs import inputs_of
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
 from ..planning.search.plan import Plan
@@ -284,6 +285,9 @@ def source_of(
         model, is_function = _forward_program(model, params), True
         params = None if makes_parameters(params) else params  # or whole on one device
 
+    if example is None and isinstance(model, Program) and model.example is not None:
+        example = inputs_of(model.example)
+
     def on(strategy: Any) -> Source:
         if isinstance(model, Program):
             from .program_source import source_of_program
@@ -330,10 +334,10 @@ def _built(build: Callable[[], Any], example: Any) -> tuple[Any, Any]:
     if not isinstance(built, tuple):
         built = (built.model, built.batch) if hasattr(built, "batch") else (built, None)
     model, batch, *_ = built
-    if example is None and batch is not None and not isinstance(model, Program):
+    if example is None and batch is not None:
+        says_itself = not isinstance(model, Program) and _compat.input_tensors(model) is not None
         batch = batch[0] if isinstance(batch, list) else batch
-        is_subclassed = _compat.input_tensors(model) is None
-        example = batch[0] if isinstance(batch, tuple) and is_subclassed else None
+        example = None if says_itself else inputs_of(batch)
     return model, example
 
 

@@ -154,6 +154,23 @@ def _computing_in(model: keras.Model, dtype: str | None) -> Iterator[None]:
             layer.dtype_policy = policy
 
 
+def example_of(model: keras.Model) -> Any:
+    """The shapes of one row, as the model itself says.
+
+    Raises :class:`ModelError` for a model that does not say them, or has dims of any size.
+    """
+
+    def shape(like: Input) -> jax.ShapeDtypeStruct:
+        if None in like.shape[1:]:
+            raise ModelError(
+                f"input {like.name!r} of model {model.name!r} has a dim of any size: let build() "
+                "return (model, batch), of which sizes are taken."
+            )
+        return jax.ShapeDtypeStruct((1, *like.shape[1:]), like.dtype)
+
+    return jax.tree.map(shape, _like(model, None))
+
+
 def _like(model: keras.Model, example: Any) -> Any:
     """The inputs in the structure that the model takes; see :class:`Input`."""
     if example is not None:
@@ -162,7 +179,8 @@ def _like(model: keras.Model, example: Any) -> Any:
     if tensors is None:
         raise ModelError(
             f"the shapes of the inputs of model {model.name!r} are not known: pass example=, "
-            "inputs of any number of rows."
+            "inputs of any number of rows, or let the function that builds it return "
+            "(model, batch)."
         )
 
     def one(tensor: Any) -> Input:
