@@ -192,5 +192,13 @@ def test_the_devices_that_a_load_takes() -> None:
     assert small.price_per_million(2.0) == pytest.approx(1e6 * 2 * 4 * one / (3600 * 0.8))
     with pytest.raises(mw.PlanError, match="no batch of 'program' is answered within"):
         report.devices_for(rows_per_s=1, p99_s=one)
+    none = replace(small, batches=(full,))
+    with pytest.raises(mw.PlanError, match="no batch of 'program' fits into a device of h100:4"):
+        none.devices_for(rows_per_s=1)
+    unknown = mw.dry_serve(program, x, **{**options, "target": "cpu:4", "rows": [1]})
+    with pytest.raises(mw.PlanError, match=r"(?s)no hardware figures for cpu.*--hardware measured"):
+        unknown.devices_for(rows_per_s=1, p99_s=0.05)
+    with pytest.raises(mw.TargetError, match=r"Give hardware=mw.calibrate\('cpu:2'\)\.$"):
+        mw.plan(program, x, target="cpu:2", objective="latency")
     assert "batch of 1024: " in str(report)
     assert np.isfinite(one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -83,7 +84,7 @@ def rpc_port() -> Iterator[int]:
         yield port
 
 
-def test_triton_over_grpc(rpc_port):
+def test_triton_over_grpc(rpc_port, caplog):
     triton = pytest.importorskip("tritonclient.grpc", reason=HOW)
     key = {"authorization": f"Bearer {KEY}"}
     with triton.InferenceServerClient(f"127.0.0.1:{rpc_port}") as client:
@@ -94,7 +95,10 @@ def test_triton_over_grpc(rpc_port):
         assert [tensor.shape for tensor in about.inputs] == [[-1, 4]]
         tensor = triton.InferInput("x", list(X.shape), "FP32")
         tensor.set_data_from_numpy(X)
-        answer = client.infer("linear", [tensor], request_id="mine", headers=key)
+        with caplog.at_level(logging.INFO, "meshwright.serving"):
+            answer = client.infer("linear", [tensor], request_id="mine", headers=key)
+        (line,) = [r.fields for r in caplog.records if r.message == "request"]
+        assert (line["request_id"], line["contract"]) == ("mine", "grpc")
         assert np.allclose(answer.as_numpy("y"), X @ KERNEL)
         assert answer.get_response().id == "mine"
         assert answer.get_response().model_version == "1"

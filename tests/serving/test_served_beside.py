@@ -80,6 +80,23 @@ def test_an_entry_takes_what_it_does_not_say_from_the_command(folder: Path) -> N
     assert own.mesh is not None
     assert (dict(own.mesh.axes), beside.share, beside.compare) == ({"batch": 2}, 0.1, 0.0)
     assert models_beside(own) == ()
+    entry = 'mesh="batch=2,model=2",buckets="1,4",version=3'
+    (beside,) = models_beside(asked(*words, "--beside", entry))
+    assert beside.options.mesh is not None
+    assert beside.options.mesh.axes == (("batch", 2), ("model", 2))
+    assert beside.options.buckets == (1, 4)
+
+
+def test_a_keras_file_beside_a_run_has_its_own_model(folder: Path) -> None:
+    (folder / "run").mkdir()
+    (folder / "mine.py").write_text("def build():\n    raise NotImplementedError\n")
+    words = ["run", "--model", "mine.py:build", "--beside"]
+    (beside,) = models_beside(asked(*words, "run=newer.keras,version=cand"))
+    assert beside.options.build is None
+    (beside,) = models_beside(asked(*words, "version=cand"))
+    assert beside.options.build == "mine.py:build"
+    with pytest.raises(mw.ServingError, match=r"leave --model out"):
+        server_for(asked("newer.keras", "--model", "mine.py:build"))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +107,9 @@ def test_an_entry_takes_what_it_does_not_say_from_the_command(folder: Path) -> N
         ("share=much", "must be a number from 0 to 1"),
         ("buckets=x", "--beside buckets=x"),
         ("=1", "expected key=value"),
+        ("mesh=batch=2,model=2", r'in quotes: mesh="batch=2,model=2"'),
+        ("buckets=1,8", r'unknown key 8.* in quotes: buckets="1,8"'),
+        ('mesh="batch=2', "a quote has no end"),
     ],
 )
 def test_an_entry_that_is_wrong_is_named(entry: str, says: str, folder: Path) -> None:

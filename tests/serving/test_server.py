@@ -118,3 +118,24 @@ def test_a_path_that_is_no_model_names_what_may_have_been_meant(tmp_path: Path) 
         mw.Server(tmp_path)
     with pytest.raises(mw.CheckpointError, match=r"cannot be read as a Keras model.*model\.save"):
         mw.Server(tmp_path / "other.keras")
+    with pytest.raises(mw.ModelError, match=r"p\.json is a plan, .* Server\(model, '.*p\.json'\)"):
+        mw.Server(tmp_path / "p.json")
+    with pytest.raises(mw.ServingError, match=r"is a plan, not a run: .* --plan .*p\.json"):
+        server_for(ServeOptions(tmp_path / "p.json"))
+
+
+def test_a_mesh_without_devices_is_refused_by_name() -> None:
+    model, mesh = build(), mw.Mesh({"model": 2})
+    for strategy in (mesh, mw.Sharded(mesh, LAYOUTS, batch=None)):
+        with pytest.raises(mw.TopologyError, match=r"is abstract\. Use mw\.create_mesh"):
+            mw.Server(model, strategy)
+    strategy = mw.Sharded(mesh, LAYOUTS, batch=None)
+    for name, arguments in (
+        ("fit", (model, ROWS, ROWS)),
+        ("predict", (model, ROWS)),
+        ("evaluate", (model, ROWS)),
+        ("put", ((ROWS,),)),
+        ("restore", (model, "nowhere")),
+    ):
+        with pytest.raises(mw.TopologyError, match=rf"^{name}\(\.\.\.\) needs devices"):
+            getattr(strategy, name)(*arguments)

@@ -7,6 +7,7 @@ says.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -52,20 +53,36 @@ class BesideText(click.ParamType):
             self.fail(f"expected key=value pairs with commas, or JSON: {error}.", param, ctx)
         if unknown := [key for key in entry if key not in (*_OWN, *_OPTIONS)]:
             names = ", ".join((*_OWN, *_OPTIONS))
-            self.fail(f"unknown key {', '.join(unknown)}. Known keys: {names}.", param, ctx)
+            self.fail(
+                f"unknown key {', '.join(unknown)}. Known keys: {names}.{_hint(entry)}", param, ctx
+            )
         return entry
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """The keys and values of one line.
+    """The keys and values of one line; a value with commas is in quotes.
 
     >>> _pairs("run=runs/new,version=2,finite")
     {'run': 'runs/new', 'version': '2', 'finite': 'true'}
+    >>> _pairs('run=runs/new,mesh="batch=2,model=2"')
+    {'run': 'runs/new', 'mesh': 'batch=2,model=2'}
     """
-    pairs = [part.partition("=") for part in text.split(",")]
+    if text.count('"') % 2:
+        raise ValueError(f"a quote has no end in {text!r}")
+    parts = ["".join(part) for part in re.findall(r'((?:[^,"]|"[^"]*")*)(?:,|$)', text)]
+    pairs = [part.partition("=") for part in (parts[:-1] if len(parts) > 1 else parts)]
     if not all(key.strip() for key, _, _ in pairs):
         raise ValueError(f"received {text!r}")
-    return {key.strip(): value if joined else "true" for key, joined, value in pairs}
+    values = {key.strip(): value if joined else "true" for key, joined, value in pairs}
+    return {key: value.replace('"', "") for key, value in values.items()}
+
+
+def _hint(entry: Mapping[str, Any]) -> str:
+    """How to write what may have been cut at a comma."""
+    lists = ("mesh", "buckets", "lengths", "layout", "option")
+    cut = next((key for key in entry if key in lists), None)
+    example = {"mesh": "batch=2,model=2", "buckets": "1,8", "lengths": "64,128"}.get(cut or "")
+    return f' A value with commas goes in quotes: {cut}="{example}".' if example else ""
 
 
 def models_beside(options: ServeOptions) -> tuple[Beside, ...]:
@@ -82,10 +99,13 @@ def _one(options: ServeOptions, entry: Mapping[str, Any]) -> Beside:
         own = ServeOptions(**options_of([run, *_words(entry)]))
         share, compare = (_part(entry, name) for name in ("share", "compare"))
     except click.ClickException as error:
-        raise ServingError(f"--beside {_text(entry)}: {error.format_message()}") from error
+        message = f"{error.format_message()}{_hint(entry)}"
+        raise ServingError(f"--beside {_text(entry)}: {message}") from error
     fields = {_FIELDS.get(key, key.replace("-", "_")) for key in entry if key in _OPTIONS}
     values: dict[str, Any] = {name: getattr(own, name) for name in fields}
     is_version = "version" in entry and "name" not in entry
+    if own.source.suffix == ".keras":
+        values["build"] = own.build  # a file has its model; what the command names is for runs
     name = options.model_name if is_version else own.model_name
     version = str(entry["version"]) if "version" in entry else None
     whole = replace(options, **{**values, "source": own.source, "name": name, "version": version})

@@ -201,8 +201,10 @@ def dry_run(
         print_text(serving)
         if qps is not None:
             print_text(serving.devices_for(qps, None if p99_ms is None else p99_ms / 1e3))
-        if price is not None and (costs := serving.price_per_million(price)) is not None:
-            print_text(f"a million rows cost {costs:.4g}")
+        if price is not None:
+            costs = serving.price_per_million(price)
+            known = "no known amount: no batch fits, or its time is unknown"
+            print_text(f"a million rows cost {known if costs is None else f'{costs:.4g}'}")
         raise SystemExit(1 if serving.fits is False else 0)
     here = run_here(request, timeout, html) if measure else (run(request, timeout, html), None)
     report, beside = here

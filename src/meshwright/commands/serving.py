@@ -225,6 +225,11 @@ def _model(options: ServeOptions) -> dict[str, Any]:
             raise ServingError(f"{options.source} holds its model: leave --model out.")
         case = Case(None, None, options.layouts, options.options)
         return {"model": options.source, "strategy": plan or _strategy(options, case), **how}
+    if options.source.suffix == ".json":
+        raise ServingError(
+            f"{options.source} is a plan, not a run: meshwright serve RUN --model train:build "
+            f"--plan {options.source}."
+        )
     if options.build is None:
         raise ServingError(
             f"{options.source} holds weights, not the model: name the function that builds it, "

@@ -162,7 +162,8 @@ class Group:
             self._end(failure)
             return End(failure.exit_code, failure, again=why is None, why=why or "")
         if is_done or stopping.is_over():
-            code = stopping.exit_code(codes.values())
+            are_all = len(codes) == len(self._watch.states)
+            code = stopping.exit_code(codes.values(), are_all)
             was_left = code == PREEMPTED and not stopping.number and ground.outlives_hosts
             return End(code, again=was_left, why=_CHANGED * was_left)
         if not (is_changing or stopping.number or codes):

@@ -23,10 +23,15 @@ class Stopping:
         self.until_s = float("inf")
         self.send: Callable[[int], None] | None = None
 
-    def exit_code(self, codes: Collection[int]) -> int:
-        """That of a group whose processes ended with these: 75 if they saved what they had."""
+    def exit_code(self, codes: Collection[int], are_all: bool = False) -> int:
+        """That of a group whose processes ended with these: 75 if they saved what they had.
+
+        0 where SIGTERM came and all of them ended with 0, as servers do that have drained.
+        """
         if PREEMPTED in codes:
             return PREEMPTED
+        if are_all and self.number == signal.SIGTERM and not any(codes):
+            return 0
         return 128 + self.number if self.number else 0
 
     def is_over(self) -> bool:

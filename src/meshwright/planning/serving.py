@@ -136,12 +136,34 @@ class ServingReport:
                 loads.append(Load(batch.rows, copies, copies * size, batch.latency_s))
         if not loads:
             limit = "" if p99_s is None else f" within {seconds_text(p99_s)}"
+            self._check_times()
+            if self.fits is False and not any(b.report.fits for b in self.batches):
+                raise PlanError(
+                    f"no batch of {self.name!r} fits into a device of {self.target}. Cut the model "
+                    "into more pieces, or serve fewer rows in a batch."
+                )
             raise PlanError(
                 f"no batch of {self.name!r} is answered{limit} on {self.target}: its times are "
                 f"{', '.join(_time(b.latency_s) for b in self.batches)}. Cut the model into more "
                 "pieces, or allow more time."
             )
         return min(loads, key=lambda load: (load.devices, load.latency_s))
+
+    def _check_times(self) -> None:
+        """Raise :class:`~meshwright.PlanError` where no time is known."""
+        if any(batch.latency_s is not None for batch in self.batches):
+            return
+        target, kind = str(self.target), str(self.target).partition(":")[0]
+        measured = (
+            f"Measure them on the machine that serves: meshwright calibrate {target}, or "
+            f"--hardware measured here; in Python hardware=mw.calibrate({target!r})."
+            if self.target.platform == "cpu"
+            else "Name a file of your own: --hardware mine.toml, or hardware=mw.load_hardware(...)."
+        )
+        raise PlanError(
+            f"how long a batch of {self.name!r} takes on {target} is unknown, for there are no "
+            f"hardware figures for {kind}. {measured}"
+        )
 
     def price_per_million(self, per_device_hour: float | Mapping[str, float]) -> float | None:
         """The price of a million rows, in full batches of the cheapest size that fits.

@@ -128,6 +128,11 @@ class Server:
                 "a server over several processes that runs takes no more models. Add them all, in "
                 "every process, before load()."
             )
+        if isinstance(model, str | Path) and Path(model).suffix == ".json":
+            raise ModelError(
+                f"{model} is a plan, not a model: it goes in as the strategy, "
+                f"Server(model, {str(model)!r})."
+            )
         if isinstance(strategy, str | Path):
             strategy = Plan.load(strategy)
         if build is not None and checkpoint is None and isinstance(model, str | Path):

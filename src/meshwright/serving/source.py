@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import CheckpointInfo, reader, restore_state
-from ..errors import ModelError
+from ..errors import ModelError, TopologyError
 from ..frontends.inputs import inputs_of
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
@@ -297,9 +297,21 @@ def source_of(
             return replace(source, is_untrained=False) if is_function else source
         return _of_keras(model, strategy, example, precision, make, values)
 
+    _check_devices(strategy)
     pipeline = _pipeline_of(strategy)
     source = on(strategy) if pipeline is None else _by_stages(strategy, pipeline, on, precision)
     return source if name is None else replace(source, name=name)
+
+
+def _check_devices(strategy: Any) -> None:
+    """Raise :class:`~meshwright.TopologyError` for a mesh that is a plan of one."""
+    mesh = strategy if isinstance(strategy, Mesh) else getattr(strategy, "mesh", None)
+    if isinstance(mesh, Mesh) and mesh.is_abstract and not isinstance(strategy, Plan):
+        raise TopologyError(
+            f"serving needs devices, and the mesh ({mesh.axes_text}) is abstract. Use "
+            f"mw.create_mesh({dict(mesh.axes)!r}) in place of mw.Mesh, or "
+            "strategy.serving(mesh) with a mesh that has devices."
+        )
 
 
 def _pipeline_of(strategy: Any) -> Pipeline | None:

@@ -221,7 +221,7 @@ class LaidOut(_Distribution):
         if self.mesh.is_abstract:
             raise TopologyError(
                 f"{what} needs devices, and the mesh ({self.mesh}) is abstract. Use "
-                f"strategy.on(create_mesh({dict(self.mesh.axes)!r})).{what.split('(')[0]}."
+                f"strategy.on(mw.create_mesh({dict(self.mesh.axes)!r})).{what}."
             )
 
 

@@ -241,6 +241,7 @@ class Sharded(LaidOut, Replicas):
         trained on, :class:`~meshwright.CheckpointError` for a directory that the run cannot resume
         from so, and :class:`~meshwright.NotFiniteError` where ``nan_guard="raise"``.
         """
+        self._need_devices("fit(...)")
         return fitting.fit(
             self,
             model,
@@ -273,6 +274,7 @@ class Sharded(LaidOut, Replicas):
 
         A number, a list in the order of ``model.metrics_names``, or with ``return_dict`` a dict.
         """
+        self._need_devices("evaluate(...)")
         data = Data(x, y, sample_weight, batch_size, steps)
         logs = fitting.evaluate(self, model, data, verbose, callbacks)
         return logs if return_dict else _compat.in_metric_order(model, logs)
@@ -287,6 +289,7 @@ class Sharded(LaidOut, Replicas):
         callbacks: Any = None,
     ) -> Any:
         """Outputs for exactly the rows of ``x``, as ``keras.Model.predict``: NumPy arrays."""
+        self._need_devices("predict(...)")
         data = Data(x, batch_size=batch_size, steps=steps)
         return fitting.predict(self, model, data, verbose, callbacks)
 
@@ -361,6 +364,7 @@ class Sharded(LaidOut, Replicas):
         models of any floating-point type. Raises :class:`~meshwright.CheckpointError` for another
         part or type.
         """
+        self._need_devices("save(...)")
         saving.save_model(self, model, directory, step, parts, dtype)
 
     def restore(
@@ -378,6 +382,7 @@ class Sharded(LaidOut, Replicas):
         ``parts=("params", "state")`` takes the weights alone and leaves the optimizer's slots.
         Raises :class:`~meshwright.CheckpointError` that lists every array which differs.
         """
+        self._need_devices("restore(...)")
         return saving.restore_model(self, model, directory, step, parts)
 
     def put(self, batch: Batch, model: keras.Model | None = None) -> Batch:
@@ -386,6 +391,7 @@ class Sharded(LaidOut, Replicas):
         ``model`` is only needed where ``inputs=`` names inputs that are given as a list. Raises
         :class:`~meshwright.BatchError` if it does not divide.
         """
+        self._need_devices("put(...)")
         return batches.putter(self.placement, model)(batch)
 
     def prepare(

@@ -90,6 +90,9 @@ def within_stages(axes: Axes, stages: Axes, target: Target, hardware: Hardware) 
     )
 
 
+OR_MEMORY = ", or use objective='memory'"  # which is no way out where serving is planned
+
+
 def require_times(setting: Setting, target: Target, hardware: Hardware) -> None:
     """Raise :class:`~meshwright.TargetError` where times cannot be estimated."""
     if setting.missing:
@@ -100,7 +103,7 @@ def require_times(setting: Setting, target: Target, hardware: Hardware) -> None:
         )
         raise TargetError(
             f"no {', '.join(setting.missing)} in the hardware table of {hardware.name}: step times "
-            f"cannot be estimated. Give {measured}, or use objective='memory'."
+            f"cannot be estimated. Give {measured}{OR_MEMORY}."
         )
 
 

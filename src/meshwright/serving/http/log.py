@@ -55,7 +55,8 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         # A state of this request alone: that of the lifespan is shared.
-        state = scope["state"] = {**scope.get("state", {}), "request_id": _id_of(scope)}
+        identity = id_of(Headers(scope=scope).get(REQUEST_ID, ""))
+        state = scope["state"] = {**scope.get("state", {}), "request_id": identity}
         start, status = time.perf_counter(), 0
 
         async def send_with_id(message: Message) -> None:
@@ -96,8 +97,12 @@ class RequestLog:
         LOGGER.log(level, "request", extra={"fields": fields})
 
 
-def _id_of(scope: Scope) -> str:
-    identity = Headers(scope=scope).get(REQUEST_ID, "")
+def id_of(identity: str) -> str:
+    """The id of a request: what its client calls it, where that is plain, or a new one.
+
+    >>> id_of("mine-1"), len(id_of("not plain"))
+    ('mine-1', 32)
+    """
     return identity if _ID.fullmatch(identity) else uuid.uuid4().hex
 
 

@@ -19,11 +19,12 @@ from tritonclient.grpc import service_pb2_grpc as stubs
 
 from ...errors import MeshwrightError, OverloadedError, RequestError, ServingError
 from ..api import Answer, Models, ServedModel
+from .answers import REQUEST_ID
 from .body import Held, Pending
 from .contracts import open_inference
 from .keys import Known
 from .limits import Limits
-from .log import LOGGER
+from .log import LOGGER, id_of
 from .looking import check_version, looked_at
 from .problems import refuse, short, status_of, without_values
 from .run import Listening, is_draining
@@ -172,8 +173,11 @@ class _Service(stubs.GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         begin_s, code = time.perf_counter(), grpc.StatusCode.OK
-        fields = {"contract": "grpc", "model": request.model_name[:200]}
+        metadata = dict(context.invocation_metadata() or ())
+        identity = id_of(str(metadata.get(REQUEST_ID, "")) or request.id)
+        fields = {"request_id": identity, "contract": "grpc", "model": request.model_name[:200]}
         try:
+            await context.send_initial_metadata(((REQUEST_ID, identity),))
             self._check_key(context)
             with Held(self._pending) as reserved:
                 reserved.take(request.ByteSize())
