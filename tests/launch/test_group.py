@@ -29,6 +29,7 @@ from meshwright.launch.limits import Limits
 from meshwright.launch.native_waits import NativeWait
 from meshwright.launch.processes import free_port
 from meshwright.launch.progress import Board, Progress, new_board, read_board, report_to
+from meshwright.launch.signals import Stopping
 from meshwright.launch.stalls import Seen, learn, stalls
 from meshwright.launch.stragglers import Stragglers
 from meshwright.run.counted_step import CountedStep
@@ -386,6 +387,18 @@ print("trained", os.getpid(), flush=True)
 time.sleep(100)
 """
 )
+
+
+def test_a_group_that_all_ended_well_after_sigterm_has_drained():
+    stopping = Stopping()
+    stopping.hear(signal.SIGTERM)
+    assert stopping.exit_code([0, 0], are_all=True) == 0
+    assert stopping.exit_code([0], are_all=False) == 143  # of two
+    assert stopping.exit_code([0, -15], are_all=True) == 143
+    assert stopping.exit_code([0, 75], are_all=True) == 75
+    stopping = Stopping()
+    stopping.hear(signal.SIGINT)
+    assert stopping.exit_code([0, 0], are_all=True) == 130
 
 
 @pytest.mark.alone

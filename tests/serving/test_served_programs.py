@@ -98,3 +98,33 @@ def test_values_have_one_place(tmp_path: Any) -> None:
     model.save(tmp_path / "m.keras")
     with pytest.raises(mw.ModelError, match=r"m\.keras holds the values of its model"):
         mw.Server(tmp_path / "m.keras", params=init())
+
+
+def test_float32_parameters_are_kept_in_bfloat16_and_answers_are_in_their_own_type(
+    tmp_path: Any,
+) -> None:
+    params = {path: np.asarray(value) for path, value in init().items()}
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, mw.TrainState(params, {}, {}, {}))
+    how = {"example": X, "buckets": [8], "sample": {"input": X}, "checkpoint": tmp_path}
+    with mw.Server(program(), on(model=4), precision="bfloat16", **how) as server:
+        served = server.model("mlp")
+        answer = server.answer({"input": X}).outputs["output"]
+        (difference,) = served.differences
+        per_device = 2 * (4 * 8 + 8 + 8 * 2) // 4
+        assert set(served.status().bytes_by_device.values()) == {per_device}
+        with mw.Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(2, mw.TrainState({**params, "w2": 2 * params["w2"]}, {}, {}, {}))
+        assert served.reload()
+        double = server.answer({"input": X}).outputs["output"]
+    expected = np.asarray(forward(params, X))
+    largest = np.abs(answer - expected).max()
+    assert (answer.dtype, 0 < largest < 0.02 * np.abs(expected).max()) == ("float32", True)
+    assert difference.largest == pytest.approx(largest, rel=1e-2)
+    np.testing.assert_allclose(double, 2 * answer, rtol=1e-5)
+    abstract = mw.Placement.of(mw.Mesh({"model": 4}), LAYOUTS, batch=None)
+    options = {"target": "h100:4", "rows": [8], "compile": False, "strategy": abstract}
+    report = mw.dry_serve(program(), X, precision="bfloat16", **options)
+    assert report.weight_bytes == per_device
+    with pytest.raises(mw.ModelError, match="'mlp' is a Program or a function"):
+        mw.Server(program(), precision="int8", example=X, params=params)

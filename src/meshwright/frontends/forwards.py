@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import ModelError
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
 from ..planning.abstract_step import on_batch, unbound
@@ -25,8 +24,8 @@ _ONE_DEVICE = Mesh({"batch": 1})
 class Forwards:
     """The forward pass of a Keras model or a Program, for batches of inputs like ``inputs``.
 
-    ``precision`` is that which a Keras model is served in, its own where it is ``None``.
-    Raises :class:`~meshwright.ModelError` for a Program with a precision.
+    ``precision`` is that which the model is served in, its own where it is ``None``.
+    Raises :class:`~meshwright.ModelError` for a Program in eight bits.
     """
 
     model: Any
@@ -36,16 +35,13 @@ class Forwards:
 
     def __post_init__(self) -> None:
         if self.precision is not None and isinstance(self.model, Program):
-            raise ModelError(
-                f"precision={self.precision!r} is for Keras models; a Program computes in the type "
-                "of its params: cast them."
-            )
+            self._forward_only()  # raises where it cannot be
 
     def steps(self, strategy: Any) -> Assembly:
         """The steps under a strategy, or a placement, on a mesh without devices."""
         placement = strategy if isinstance(strategy, Placement) else strategy.placement
         if isinstance(self.model, Program):
-            return assemble(replace(self.model, slots=(), metrics=()), unbound(placement))
+            return assemble(self._forward_only(), unbound(placement))
         from .keras import Sharded
         from .keras.forward import forward_of
 
@@ -55,6 +51,12 @@ class Forwards:
         if self.precision == "int8":
             return forward_of(abstract, self._eight_bits, self.inputs).steps
         return forward_of(abstract, self.model, self.inputs, self.precision).steps
+
+    def _forward_only(self) -> Program:
+        from .precision import in_precision
+
+        forward = replace(self.model, slots=(), metrics=())
+        return forward if self.precision is None else in_precision(forward, self.precision)
 
     @functools.cached_property
     def _eight_bits(self) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ModelError
 from ..frontends.given import given_values
 from ..frontends.inputs import inputs_like
+from ..frontends.precision import in_precision
 from ..layouts.placement import Placement
 from ..program import Program, TrainState
 from ..step.assemble import assemble
@@ -37,15 +38,12 @@ def source_of_program(
             "and dtypes are those of requests. A function that builds it, as on the command line, "
             "returns (program, batch): of a batch (x, y) the example is x."
         )
-    if precision is not None:
-        raise ModelError(
-            f"precision={precision!r} is for Keras models; a function computes in the type of its "
-            "params: cast them."
-        )
     from ..layouts.strict import inspect
 
     inspect(placement.naming(program.inputs), program.infos, repr(program.name))
     forward = replace(program, slots=(), metrics=())
+    if precision is not None:
+        forward = in_precision(forward, precision)
 
     def given(params: Any, like: TrainState) -> TrainState:
         values = given_values(program, params)
@@ -58,6 +56,7 @@ def source_of_program(
         assemble(forward, replace(placement, strict=False)),
         inputs_like(example),
         values=begins if params is None else functools.partial(given, params),
+        saved_dtypes={info.path: info.dtype for info in program.params},
         given=given,
         is_untrained=params is None,
     )

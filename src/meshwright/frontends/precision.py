@@ -1,0 +1,56 @@
+"""A Program whose parameters are kept in fewer bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import ModelError
+from ..program import Arrays, Batch, Program, shapes_of
+
+
+def in_precision(program: Program, dtype: str) -> Program:
+    """The program with its float32 parameters in another type, and outputs in their own.
+
+    The functions of the program compute in whatever they make of these parameters. Raises
+    :class:`~meshwright.ModelError` for ``"int8"``, which is a matter of layers.
+
+    >>> import numpy as np, optax, meshwright as mw
+    >>> params = {"w": np.ones([2, 2], "float32"), "ids": np.ones([2], "int32")}
+    >>> program = mw.jax_program(lambda p, x: 0.0, params, optax.sgd(1.0))
+    >>> [info.dtype for info in in_precision(program, "bfloat16").params]
+    ['int32', 'bfloat16']
+    """
+    if dtype == "int8":
+        raise ModelError(
+            f"precision='int8' is by Keras' quantization, and {program.name!r} is a Program or a "
+            "function. Use precision='bfloat16'."
+        )
+    kept = {info.path: info for info in program.params if info.dtype == "float32"}
+    itemsize = jnp.dtype(dtype).itemsize
+    params = tuple(
+        replace(info, dtype=dtype, itemsize=itemsize) if info.path in kept else info
+        for info in program.params
+    )
+    own = shapes_of(program.params)
+
+    def in_own_types(function: Callable[..., Any], params: Arrays, *rest: Any) -> Any:
+        """The outputs of a function in the types that it gives for parameters of their own."""
+        wanted = jax.eval_shape(function, own, *rest)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), function(params, *rest), wanted)
+
+    def forward(params: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
+        def run(params: Arrays, state: Arrays, inputs: Any) -> tuple[Any, Arrays]:
+            return program.forward(params, state, inputs, training)
+
+        return in_own_types(run, params, state, inputs)
+
+    def predict(params: Arrays, state: Arrays, batch: Batch) -> Any:
+        assert program.predict is not None  # or this is not used
+        return in_own_types(program.predict, params, state, batch)
+
+    return replace(program, params=params, forward=forward, predict=program.predict and predict)
