@@ -15,6 +15,7 @@ from oracle import OneDevice
 
 import meshwright as mw
 import meshwright.named as mn
+from meshwright.data import putter
 from meshwright.errors import ModelError
 from meshwright.step.accumulate import Way, accumulating_in
 
@@ -111,3 +112,34 @@ def test_scalars_in_a_batch_have_no_rows() -> None:
     scalars = mw.jax_program(lambda p, b: p["w"] * b, {"w": np.ones([])}, optax.sgd(0.1))
     with pytest.raises(ModelError, match="received 1 scalar"):
         logged(scalars, [np.float32(1), np.float32(2)])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_random_key_in_a_batch_has_no_rows(count: int) -> None:
+    """Every micro-batch has its own, typed or of words, whoever takes the batch."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean(batch["x"] * params["w"]) * jax.random.uniform(batch["key"])
+
+    program = mw.jax_program(loss, {"w": np.ones([], "float32")}, optax.sgd(0.1))
+    batches = [{"key": jax.random.key(v), "x": np.full([4], v, "float32")} for v in range(count)]
+    drawn = [float(v * jax.random.uniform(jax.random.key(v))) for v in range(count)]
+    assert logged(program, batches)["loss"] == pytest.approx(np.mean(drawn))
+    strategy = mw.Sharded(mw.Mesh(MESH), accumulate=count)
+    report = mw.dry_run(program, batches[0], strategy=strategy, target="v5e:2x2", compile=False)
+    assert report.memory.input_bytes == count * (4 + 8)
+    if count == 2:
+        mesh = mw.create_mesh(MESH, devices=jax.devices()[:4])
+        on = mw.Sharded(mesh, accumulate=count)
+        assert mw.measure(program, batches[0], strategy=on, steps=1).step_time_s > 0
+        assert mw.plan(program, batches[0], target="h100:4").chosen
+
+
+def test_a_random_key_is_laid_out_over_processes() -> None:
+    keys, mesh = jax.random.split(jax.random.key(0), 4), mw.create_mesh({"batch": 8})
+    whole, split = (mw.Layout(spec, mesh).sharding for spec in ([], ["batch"]))
+    assert putter._from_whole(keys[0], whole) == keys[0]
+    rows = jax.random.split(keys[0], 8)
+    for laid_out in putter._from_whole(rows, split), putter._from_own(rows, split, (8,)):
+        assert laid_out.sharding == split
+        assert jnp.all(laid_out == rows)

@@ -13,15 +13,15 @@ from ..errors import BatchError
 from ..layouts.layout import Layout
 from ..layouts.placement import Placement
 from ..program import Batch, Label, label_inputs
-from ..step.batches import BatchLayouts
+from ..step.batches import BatchLayouts, is_key
 from ..step.padding import Padded
 from ..step.steps_per_execution import Together
 from .rows import HostRows, LocalBatch
 
 
 def holds_numbers(array: Any) -> bool:
-    """Whether devices can hold an array: not strings, objects or dates."""
-    return np.dtype(array.dtype).kind not in "USOMm"
+    """Whether devices can hold an array: not strings, objects or dates; random keys they can."""
+    return is_key(array) or np.dtype(array.dtype).kind not in "USOMm"
 
 
 def not_numbers_text(array: Any) -> str:
@@ -118,7 +118,7 @@ class Putter:
                 for layout, value in zip(layouts, flat, strict=True)
             ]
         return [
-            jax.make_array_from_process_local_data(sharding, value, shape)
+            _from_own(value, sharding, shape)
             for value, (sharding, shape) in zip(flat, self._known[key], strict=True)
         ]
 
@@ -180,11 +180,27 @@ def put(value: Any, sharding: Any) -> Any:
 def _put_all(values: list[Any], shardings: list[Any]) -> list[Any]:
     if all(sharding.is_fully_addressable for sharding in shardings):
         return jax.device_put(values, shardings)
-    hosts = [v if isinstance(v, HostRows) else np.asarray(v) for v in values]
-    return [
-        jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
-        for host, sharding in zip(hosts, shardings, strict=True)
-    ]
+    return [_from_whole(value, sharding) for value, sharding in zip(values, shardings, strict=True)]
+
+
+def _from_whole(value: Any, sharding: Any) -> Any:
+    """An array over several processes, each of which has the whole value."""
+    if is_key(value):
+        return _as_key(_from_whole(jax.random.key_data(value), sharding), value)
+    host = value if isinstance(value, HostRows) else np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
+def _from_own(value: Any, sharding: Any, shape: tuple[int, ...]) -> Any:
+    """An array over several processes, each of which has its rows of it; a scalar has none."""
+    if not is_key(value):
+        return jax.make_array_from_process_local_data(sharding, value, shape)
+    words = np.asarray(jax.random.key_data(value))
+    return _as_key(_from_own(words, sharding, (*shape, *words.shape[value.ndim :])), value)
+
+
+def _as_key(words: Any, like: Any) -> Any:
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
 
 
 def row_count(batch: Batch) -> int:
@@ -200,6 +216,8 @@ def _stacked(sharding: Any) -> Any:
 
 def _shape_of_all(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of all processes' rows together, of which this one holds ``shape``."""
+    if not shape:
+        return shape
     shards = layout.num_shards(0)
     pieces = layout.sharding.addressable_devices_indices_map((shards, *shape[1:]))
     parts = len({rows.start or 0 for rows, *_ in pieces.values()})

@@ -225,7 +225,7 @@ def _micro_batch(batch: Batch, count: int) -> Batch:
 
     def part(array: Any) -> Any:
         dtype = array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
-        rows, *rest = np.shape(array)
-        return jax.ShapeDtypeStruct((rows // count, *rest), dtype)
+        dims = np.shape(array)
+        return jax.ShapeDtypeStruct((dims[0] // count, *dims[1:]) if dims else dims, dtype)
 
     return batch if count == 1 else jax.tree.map(part, batch)

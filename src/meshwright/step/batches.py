@@ -67,7 +67,8 @@ class BatchLayouts:
 
         rows = self.placement.mesh.size
         like = jax.tree.map(
-            lambda value: jax.ShapeDtypeStruct((rows, *value.shape[1:]), "float32"), batch
+            lambda value: jax.ShapeDtypeStruct((rows, *value.shape[1:])[: value.ndim], "float32"),
+            batch,
         )
         return self._by(self.placement, like)
 
@@ -91,12 +92,27 @@ class BatchLayouts:
         ]
 
 
+def is_key(value: Any) -> bool:
+    """Whether a value is one of JAX's typed random keys, or several: NumPy has no dtype for them.
+
+    >>> import jax
+    >>> is_key(jax.random.key(0)), is_key(jax.random.PRNGKey(0))
+    (True, False)
+    """
+    import jax
+
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def device_dtype(value: Any) -> Any:
     """The dtype that a host value has on devices."""
     import jax
     import numpy as np
 
     dtype = getattr(value, "dtype", None)
+    if is_key(value):
+        return dtype  # JAX's own, which has no narrower one
     return jax.dtypes.canonicalize_dtype(np.asarray(value).dtype if dtype is None else dtype)
 
 

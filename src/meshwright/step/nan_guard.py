@@ -169,7 +169,7 @@ def _bad_inputs(batch: Batch) -> Iterator[str]:
 
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         if _is_bad(leaf):
-            host = np.asarray(leaf)
+            host = np.atleast_1d(np.asarray(leaf))
             rows = np.flatnonzero(~np.isfinite(host).all(axis=tuple(range(1, host.ndim))))
             numbers = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
             name = jax.tree_util.keystr(path)

@@ -7,13 +7,13 @@ import math
 from dataclasses import replace
 
 from ...equal_layers import short_list
-from ...errors import PipelineError
+from ...errors import BatchError, PipelineError
 from ...layouts.mesh import Mesh
 from ...layouts.placement import Placement
 from ...program import Batch, Program
 from ...stages.deal import Deal
 from ...stages.pipeline import Pipeline
-from ...stages.staged import Staged, looped_over
+from ...stages.staged import Staged, leaves_of, looped_over
 from ..abstract_step import AbstractStep
 from ..blocks import reduced
 from ..search.staged import AXIS, PipelinesOf
@@ -26,6 +26,10 @@ def pipelines_of(described: AbstractStep, batch: Batch) -> tuple[PipelinesOf | N
 
     The reason is empty for a model without equal blocks.
     """
+    try:
+        leaves_of(batch)
+    except BatchError as error:
+        return None, str(error)
     program = replace(described.program, example=batch)
     # Two stages, whatever the search tries: what is read here is the same for any number of them.
     placement = Placement.of(Mesh({AXIS: 2}), batch=None, unmatched="replicate")
