@@ -175,19 +175,14 @@ def test_report_and_page_say_that_nothing_was_compiled():
     ("layouts", "more", "says"),
     [
         (
-            {"w": ["model", None], "v": ["model", None]},
-            {},
-            r"meet in one array or operation, and both lie along axis",
-        ),
-        (
-            {"w": [None, "other"], "v": ["model", None]},
-            {"axes": {"batch": 2, "model": 2, "other": 2}},
-            r"lies along model in v, and along other",
-        ),
-        (
             SPLIT,
             {"activations": {"up": [None, "model"]}},
             "activation 'up' has a layout",
+        ),
+        (
+            SPLIT,
+            {"activations": {name: [None, "model"] for name in "abcdef"}},
+            r"activation 'd' has a layout of its own\.\nand 2 more\.$",
         ),
     ],
 )
@@ -218,6 +213,66 @@ def test_rules_that_split_variables_along_the_rows_axis_are_gathered_as_by_zero_
     assert (same.parameter_bytes, same.collectives) == (report.parameter_bytes, report.collectives)
     with pytest.raises(mw.DataError, match="received a dict"):
         mw.dry_run(model, batch, strategy={}, target="v5e:2x4", compile=False)
+
+
+def residual(width=128):
+    """A block of a Transformer without its attention, for rules that name its weights."""
+    with abstract():
+        x = inputs = keras.Input([width])
+        for first, second, wide in (("query", "out", 1), ("up", "down", 2)):
+            hidden = keras.layers.Dense(wide * width, activation="relu", name=first)(x)
+            x = x + keras.layers.Dense(width, name=second)(hidden)
+        model = keras.Model(inputs, x)
+        model.compile("adam", "mse")
+    return model, (shape(512, width), shape(512, width))
+
+
+@pytest.mark.parametrize(
+    ("layouts", "gathered"),
+    [
+        # As get_layout_map of Keras Hub's Llama: the projections' inputs lie along "model", which
+        # is the axis of the wide dims that they meet.
+        (
+            {"(query|out|down)/kernel": ["model", "batch"], "up/kernel": ["batch", "model"]},
+            {"query/kernel"},
+        ),
+        ({"kernel": ["batch", "model"]}, {"query/kernel", "up/kernel"}),  # a chain
+    ],
+)
+def test_weights_that_rules_lay_along_an_axis_of_other_dims_are_gathered(layouts, gathered):
+    report = asked(residual(), BOTH, layouts, target="cpu:8", compile=False)
+    compiled = asked(residual(), BOTH, layouts, target="cpu:8")
+    for name in EXACT:
+        assert getattr(report.memory, name) == getattr(compiled.memory, name)
+    assert report.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.25)
+    assert report.estimate.flops == pytest.approx(compiled.estimate.flops, rel=0.05)
+    theirs, ours = moved(compiled), moved(report)
+    sums = [s["all-reduce", "batch"] + s["reduce-scatter", "batch"] for s in (theirs, ours)]
+    assert sums[1] == pytest.approx(sums[0], rel=0.05)
+    assert ours["all-reduce", "model"] == pytest.approx(theirs["all-reduce", "model"], rel=0.5)
+    sent = [c for c in report.collectives if c.kind == "all-to-all"]
+    assert {c.variables[0] for c in sent} == gathered
+    assert all(c.axes == ("model",) and c.count == 3 for c in sent)
+    assert "are taken to be gathered before they are used (" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("axes", "layouts", "kind", "times"),
+    [
+        (BOTH, {"w": ["model", None], "v": ["model", None]}, "all-to-all", 3),
+        (
+            {"batch": 2, "model": 2, "other": 2},
+            {"w": [None, "other"], "v": ["model", None]},
+            "all-gather",
+            2,
+        ),
+    ],
+)
+def test_where_no_rows_are_concerned_one_of_two_weights_is_gathered(axes, layouts, kind, times):
+    """Forward and again backward; what changes its dim, and so its gradient, three times."""
+    report = asked(two_layers(), axes, layouts)
+    (sent,) = [c for c in report.collectives if c.kind == kind and "forward" in c.phases]
+    assert (sent.variables, sent.count) == (("w",), times)
 
 
 @pytest.mark.full

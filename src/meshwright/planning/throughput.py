@@ -47,7 +47,7 @@ def step_input(batch: Any, micro_batches: int) -> StepInput | None:
         return None
     dims = np.shape(arrays[0])
     rows = micro_batches * dims[0]
-    is_text = len(dims) == 2 and jax.dtypes.issubdtype(arrays[0].dtype, np.integer)
+    is_text = len(dims) == 2 and jax.numpy.issubdtype(arrays[0].dtype, np.integer)
     return StepInput(rows, rows * dims[1] if is_text else None)
 
 

@@ -102,7 +102,7 @@ def is_key(value: Any) -> bool:
     import jax
 
     dtype = getattr(value, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def device_dtype(value: Any) -> Any:

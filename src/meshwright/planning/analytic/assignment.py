@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,9 @@ from ..search.plain_layouts import rows_of_tables
 from ..search.setting import Setting, setting_of
 from ..search.terms import Lay
 from ..traced_graph import graph_of_step, input_path
+from .agreement import Along, agreeing
 
-Along = tuple[tuple[str, ...], ...]  # the axes of each dim of an array
+_MOST = 4  # lines of faults
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,31 @@ class WeightGather:
     dim: int
 
 
+@dataclass(frozen=True)
+class UseGather:
+    """A parameter that lies along ``over`` by a dim that does not, and is gathered to be used.
+
+    Over ``moved`` of these axes, along which another of its dims lies, it is sent from one to the
+    other.
+    """
+
+    tensor: int
+    over: tuple[str, ...]
+    moved: tuple[str, ...]
+
+    @property
+    def grows(self) -> tuple[str, ...]:
+        """The axes over which a device then holds all of it."""
+        return tuple(axis for axis in self.over if axis not in self.moved)
+
+
 @dataclass(frozen=True, eq=False)
 class Assignment:
     """A step under a layout: ``masks`` are sets of axes, of the units of ``problem``.
 
     ``shared`` are the paths of variables that lie along axes of the batch's rows, as all do by
-    ZeRO 3; ``None`` where none is taken so.
+    ZeRO 3; ``None`` where none is taken so. ``before_use`` are parameters that lie along axes which
+    their dims do not lie along.
     """
 
     problem: Compact
@@ -63,6 +83,7 @@ class Assignment:
     masks: Mapping[int, int]
     gathers: tuple[WeightGather, ...]
     shared: frozenset[str] | None = None
+    before_use: tuple[UseGather, ...] = ()
 
     @functools.cached_property
     def lay(self) -> Lay:
@@ -111,7 +132,8 @@ def assignment_of(
 
     A dim lies along the axes that any variable or input has it along. Where that cannot be, as
     variables are split along the axes of the batch's rows too (rules of Keras Hub's models do so),
-    those are taken to be shared out over them as by ZeRO 3: gathered before they are used. Raises
+    those are taken to be shared out over them as by ZeRO 3: gathered before they are used. So are
+    variables that lie along other axes than a dim of theirs can, along these axes. Raises
     :class:`~meshwright.LayoutError` that lists what dims cannot say.
     """
     axes = tuple((name, size) for name, size in described.placement.mesh.axes if size > 1)
@@ -120,12 +142,17 @@ def assignment_of(
         return _assigned(graph, described, target, hardware, lies)
     except LayoutError:
         apart = _without_rows(lies, described)
-        if apart == lies:
-            raise
         shared = frozenset(path for path, dims in apart.items() if dims != lies[path])
-        with contextlib.suppress(LayoutError):
-            return _assigned(graph, described, target, hardware, apart, shared)
-        raise
+        agreed = agreeing(graph, apart, axes)
+        if agreed == lies:
+            raise
+        stray = {path: _lost(apart[path], dims) for path, dims in agreed.items()}
+    return _assigned(graph, described, target, hardware, agreed, shared or None, stray)
+
+
+def _lost(before: Along, after: Along) -> tuple[str, ...]:
+    kept = {axis for dim in after for axis in dim}
+    return tuple(axis for dim in before for axis in dim if axis not in kept)
 
 
 def _without_rows(lies: Mapping[str, Along], described: AbstractStep) -> dict[str, Along]:
@@ -147,12 +174,13 @@ def _assigned(
     hardware: Hardware,
     lies: Mapping[str, Along],
     shared: frozenset[str] | None = None,
+    stray: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> Assignment:
     axes = tuple((name, size) for name, size in described.placement.mesh.axes if size > 1)
     along, faults = _along(graph, lies)
     faults += _of_activations(described.placement, axes)
     if faults:
-        raise LayoutError("\n".join(merged(faults)))
+        raise LayoutError(_listed(faults))
     along |= _by_names(graph, along, described.placement, axes)
     problem = compact(_in_families(graph, along), target.platform, target.kind)
     bits = {name: 1 << bit for bit, (name, _) in enumerate(axes)}
@@ -172,11 +200,19 @@ def _assigned(
             f"and the rows of the batch lie along {', '.join(rows) or 'no axis'}."
         )
     if faults:
-        raise LayoutError("\n".join(merged(faults)))
+        raise LayoutError(_listed(faults))
     placed = {entry.info.path: entry for entry in described.placed}
-    gathers = tuple(_gathers(graph, along, lies, placed))
+    gathers = tuple(_gathers(graph, along, lies, placed, stray))
     setting = setting_of(axes, target, hardware)
-    return Assignment(problem, setting, choices, masks, gathers, shared)
+    assignment = Assignment(problem, setting, choices, masks, gathers, shared)
+    return replace(assignment, before_use=tuple(_before_use(assignment, stray)))
+
+
+def _listed(faults: Iterable[str]) -> str:
+    """A few lines of faults, equal layers as one, and how many more there are."""
+    lines = merged(faults)
+    more = [f"and {len(lines) - _MOST} more."] if len(lines) > _MOST else []
+    return "\n".join(lines[:_MOST] + more)
 
 
 def _names(axes: Axes, mask: int) -> tuple[str, ...]:
@@ -208,6 +244,8 @@ def _along(graph: Graph, lies: Mapping[str, Along]) -> tuple[dict[int, tuple[str
     whose: dict[int, str] = {}
     faults: list[str] = []
     for tensor in graph.tensors:
+        if tensor.owner and lies.get(tensor.path) == lies.get(tensor.owner):
+            continue  # a slot says what its parameter does
         for dim, axes in zip(tensor.dims, lies.get(tensor.path, ()), strict=False):
             over = "+".join(axes)
             if not axes:
@@ -275,12 +313,14 @@ def _gathers(
     along: Mapping[int, tuple[str, ...]],
     lies: Mapping[str, Along],
     placed: Mapping[str, Placed],
+    stray: Mapping[str, tuple[str, ...]],
 ) -> Iterator[WeightGather]:
     """Parameters and slots that are not split along an axis, though their dims are."""
     for place, tensor in enumerate(graph.tensors):
         if tensor.role not in ("parameter", "slot"):
             continue
         own = {axis for axes in lies[tensor.path] for axis in axes}
+        own |= set(stray.get(tensor.path, ()))
         too_large = {
             axis: at
             for at, dim in enumerate(tensor.dims)
@@ -291,3 +331,14 @@ def _gathers(
             yield WeightGather(
                 placed[tensor.path], place, tuple(too_large), min(too_large.values())
             )
+
+
+def _before_use(
+    assignment: Assignment, stray: Mapping[str, tuple[str, ...]]
+) -> Iterator[UseGather]:
+    problem = assignment.problem
+    for place, tensor in enumerate(problem.graph.tensors):
+        if tensor.role == "parameter" and (over := stray.get(tensor.path)):
+            units = problem.pieces[problem.piece_of[place]].scope
+            in_use = {a for unit in units for a in assignment.named(assignment.masks[unit])}
+            yield UseGather(place, over, tuple(axis for axis in over if axis in in_use))

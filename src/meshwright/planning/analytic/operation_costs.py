@@ -18,7 +18,7 @@ from ...layouts.placement import Placement
 from ..graph import Graph, Operation
 from ..search.facts import facts_of
 from ..search.terms import Lay, Talk, parameter_talks, runs_of, shards, talks_of, work_done
-from .assignment import Assignment, WeightGather
+from .assignment import Assignment, UseGather, WeightGather
 
 _OF_UPDATE = ("update", "parameter", "slot")
 
@@ -69,10 +69,11 @@ class OperationCost:
 def operation_costs(assignment: Assignment, placement: Placement) -> tuple[OperationCost, ...]:
     """The operations of a step in the order of its trace, and what ZeRO and the layout gather."""
     of_zero = tuple(_shared(assignment))
+    before = tuple(_before_use(assignment, gather) for gather in assignment.before_use)
     first = assignment.choices.zero == 3
     begin, end = (of_zero, ()) if first else ((), of_zero)
     gathers = [_gathered(assignment, tensor, placement) for tensor in assignment.gathers]
-    return (*begin, *_operations(assignment), *end, *gathers)
+    return (*begin, *before, *_operations(assignment), *end, *gathers)
 
 
 def _operations(assignment: Assignment) -> Iterator[OperationCost]:
@@ -145,6 +146,29 @@ def _shared(assignment: Assignment) -> Iterator[OperationCost]:
             if collectives := tuple(_collectives(assignment, assignment.lay, talks)):
                 phase = "forward" if assignment.choices.zero == 3 else "other"
                 yield _of_variable(tensor.path, phase, collectives, tensor.itemsize)
+
+
+def _before_use(assignment: Assignment, gather: UseGather) -> OperationCost:
+    """What is gathered, or moved between its dims, of a parameter that lies as its dims do not.
+
+    As at level 3 of ZeRO that is done for the forward and again for the backward pass. A gradient
+    goes the way back once; to a part of what a device holds it is cut for nothing.
+    """
+    lay, problem = assignment.lay, assignment.problem
+    piece = problem.pieces[problem.piece_of[gather.tensor]]
+    names = [name for name, _ in assignment.setting.axes]
+    over, moved = (
+        np.array([sum(1 << names.index(axis) for axis in axes)])
+        for axes in (gather.grows, gather.moved)
+    )
+    nbytes, times = piece.nbytes / shards(lay, piece), 2 * assignment.choices.accumulate
+    talks = [
+        Talk("all-gather", over, nbytes, times, piece),
+        Talk("all-to-all", moved, nbytes / lay.size(over), times + 1, piece),
+    ]
+    collectives = tuple(_collectives(assignment, lay, talks))
+    tensor = problem.graph.tensors[gather.tensor]
+    return _of_variable(tensor.path, "forward", collectives, tensor.itemsize)
 
 
 def _gathered(assignment: Assignment, gather: WeightGather, placement: Placement) -> OperationCost:

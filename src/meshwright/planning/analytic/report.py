@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ...equal_layers import merged, short_list
 from ...errors import LayoutError, TargetError
 from ...layouts.placement import Placement
 from ...program import Batch
@@ -14,6 +15,7 @@ from ..abstract_step import AbstractStep, HasSteps
 from ..graph import Graph
 from ..reading import sizes
 from ..report import DryRun, Memory
+from ..search.choices import Choices
 from ..search.cost import cost_of
 from ..search.terms import resting_bytes
 from .assignment import Assignment, assignment_of, graph_alone
@@ -89,6 +91,13 @@ def _notes(assignment: Assignment, described: AbstractStep) -> tuple[str, ...]:
             "variables that lie along the axes of the batch's rows are taken to be gathered before "
             "they are used, as by ZeRO 3; a compiler may sum partial results instead"
         )
+    if assignment.before_use:
+        paths = [assignment.problem.graph.tensors[it.tensor].path for it in assignment.before_use]
+        notes.append(
+            "weights that rules lay along an axis which other dims beside theirs lie along are "
+            f"taken to be gathered before they are used ({short_list(merged(paths))}); a compiler "
+            "may move activations instead, which can take several times as long, and more memory"
+        )
     if described.how.sums is not None:
         notes.append("gradients are counted in the type that they are computed in")
     return tuple(notes)
@@ -104,7 +113,22 @@ def _peak(assignment: Assignment, nbytes: dict[str, int]) -> int:
     )
     exact = sum(nbytes.values()) - nbytes["gradient_bytes"]
     peak = cost_of(problem, assignment.setting, assignment.masks, assignment.choices).peak_bytes
-    return max(peak - modelled, _at_end(assignment)) + exact
+    temporary = peak - modelled + _copies(assignment)
+    return max(temporary, _at_end(assignment)) + exact
+
+
+def _copies(assignment: Assignment) -> int:
+    """Parameters that are gathered as they lie along axes that their dims do not.
+
+    On CPU all are there at once, elsewhere one after the other.
+    """
+    problem = assignment.problem
+    copies = [
+        int(resting_bytes(replace(assignment.lay, choices=Choices()), piece)[0])
+        for gather in assignment.before_use
+        for piece in [problem.pieces[problem.piece_of[gather.tensor]]]
+    ]
+    return sum(copies) if problem.platform == "cpu" else max(copies, default=0)
 
 
 def _at_end(assignment: Assignment) -> int:

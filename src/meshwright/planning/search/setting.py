@@ -16,7 +16,7 @@ from ...hlo.text import Array
 from ...targets.hardware import Hardware
 from ...targets.target import Target
 
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter")
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 _PROBE_BYTES = 1 << 30
 _OF_CHIP = 0.5  # of a chip's own memory: one array is there beside another
 
