@@ -33,12 +33,128 @@ def test_the_page_of_results_is_that_of_its_files(monkeypatch: pytest.MonkeyPatc
     assert report.page_text() == (report.RESULTS / "README.md").read_text()
 
 
-def test_the_page_on_speed_has_every_step_beside_mesh_tensorflow() -> None:
-    page = (BENCHMARKS.parent / "docs" / "explanation" / "speed.md").read_text()
-    for step in json.loads((BENCHMARKS / "results" / "named.json").read_text()):
-        rounds = step["ours_over_peer"]
-        ratio = f"{statistics.median(rounds):.2f} × ({min(rounds):.2f} to {max(rounds):.2f})"
-        assert f"{ratio} its time | ≤ 0.9, **missed** |" in page
+SPEED = BENCHMARKS.parent / "docs" / "explanation" / "speed.md"
+TRAINED = {  # job: its peers, in the order of the page
+    "mlp_8": ("hand_written", "keras_data_parallel", "tf_dtensor_right", "tf_dtensor"),
+    "mlp_8_zero": ("tf_dtensor",),
+    "mlp_4x2": ("hand_written", "tf_dtensor_right", "tf_dtensor"),
+    "convolutional_8": ("hand_written", "keras_data_parallel"),
+}
+FEATURES = ("accumulate", "checkpoint", "prefetch")
+ON_GPU = ("gpt2", "mlp", "resnet_50", "recommender", "digits", "bert", "lstm")
+
+
+def saved(name: str) -> Any:
+    return json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
+
+
+def tables(path: Path) -> list[list[list[str]]]:
+    """The cells of the rows of each table of a page, without its heads."""
+    texts = [block for block in path.read_text().split("\n\n") if block.startswith("|")]
+    return [
+        [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines()[2:]]
+        for text in texts
+    ]
+
+
+def ratio_cell(rounds: list[float]) -> str:
+    return f"{statistics.median(rounds):.2f} × ({min(rounds):.2f} to {max(rounds):.2f})"
+
+
+def goal_cell(sign: str, goal: float, rounds: list[float]) -> str:
+    ratio = statistics.median(rounds)
+    is_met = ratio <= goal if sign == "≤" else ratio >= goal
+    return f"{sign} {goal:.2f}" + ("" if is_met else ", **missed**")
+
+
+def measured_on_two_cores(report: Any) -> list[tuple[str, str]]:
+    """The last two cells of each row of the first table, by the records."""
+    cells = []
+    for job, peers in TRAINED.items():
+        record = saved(job)
+        assert {pair["peer"] for pair in record["pairs"]} == {*peers}
+        for peer in peers:
+            (pair,) = (pair for pair in record["pairs"] if pair["peer"] == peer)
+            by_time = pair["measure"] == "time"
+            goal, sign = report.goal_of(record, pair)[0], "≤" if by_time else "≥"
+            rounds, what = pair["ratio_by_round"], "time" if by_time else "steps/s"
+            cells.append((f"{ratio_cell(rounds)} its {what}", goal_cell(sign, goal, rounds)))
+    features = {each["name"]: each for each in saved("features")}
+    for name in FEATURES:
+        for net in ("mlp", "convolutional"):
+            each = features.pop(f"{name}_{net}")
+            goal = goal_cell("≤", each["limit"], each["ratio_by_round"])
+            cells.append((f"{ratio_cell(each['ratio_by_round'])} the time", goal))
+    assert not features
+    for each in saved("parameter_server"):
+        rounds = each["ratio_by_round"]
+        cells.append((f"{ratio_cell(rounds)} its steps/s", goal_cell("≥", each["at_least"], rounds)))
+    for each in saved("ps_push_pull"):
+        if each["says"] == "shared memory":
+            rounds, speed = each["over_tcp_by_round"], f"{each['per_s']:,.0f} per second"
+            goal = goal_cell("≥", each["at_least_over_tcp"], rounds)
+            goal += f"; ≥ {each['at_least_per_s']:,} per second"
+            cells.append((f"{ratio_cell(rounds)} its speed, {speed}", goal))
+    for each in saved("named"):
+        rounds = each["ours_over_peer"]
+        cells.append((f"{ratio_cell(rounds)} its time", goal_cell("≤", 0.9, rounds)))
+    return cells
+
+
+def test_the_page_on_speed_has_every_ratio_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rows = [tuple(row[-2:]) for row in tables(SPEED)[0]]
+    assert rows == measured_on_two_cores(__import__("report"))
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_the_page_on_speed_has_every_job_on_one_gpu(gpu: str) -> None:
+    rows = tables(SPEED)[1 if gpu == "h100" else 2]
+    records = saved(f"one_gpu_{gpu}")
+    jobs = [name for name in ON_GPU if name in records]
+    assert len(jobs) == len(rows) == len(records)
+    for name, row in zip(jobs, rows, strict=True):
+        seen, said = records[name]["measured"], records[name]["predicted"]
+        times = [said[by]["compiled"]["step_time_s"] for by in (f"{gpu}:1", f"{gpu}:1 measured")]
+        peak = said[f"{gpu}:1"]["compiled"]["peak_bytes"] / seen["peak_bytes"]
+        step_ms, gib = 1e3 * seen["step_time_s"], seen["peak_bytes"] / 2**30
+        cells = [f"{step_ms:.{1 if step_ms > 1 else 2}f} ms"]
+        cells += [f"{time / seen['step_time_s']:.2f}" for time in times]
+        cells += [f"{gib:.{1 if gib > 10 else 2}f} GiB"] if gpu == "h100" else []
+        cells.append(f"{peak:.2f}")
+        assert row[1:-1] == cells, name
+        peer = seen.get("peer")
+        assert (f"{peer['time_ratio']:.2f} ×" in row[-1]) if peer else not row[-1]
+
+
+def test_the_page_on_speed_has_the_records_of_serving() -> None:
+    _, _, _, answers, endured, planned = tables(SPEED)
+    columns = []
+    for each in saved("serving")["rows"]:
+        loads = [f"{at['p50_ms']:.1f} and {at['p99_ms']:.1f} ms" for at in each["loads"][:2]]
+        alone = each["answer_p50_ms"]
+        columns.append([
+            f"{each['overhead_p50_ms']:.2f} ms", f"{each['batching_rows_per_s']:,.0f}",
+            f"{each['ratio']:.1f} ×", f"{each['function_ratio']:.1f} ×",
+            f"{alone:.{1 if alone > 1 else 2}f} ms", *loads,
+        ])  # fmt: skip
+    shown = [[cell.removesuffix(", **missed**") for cell in row[1:3]] for row in answers]
+    assert shown == [list(pair) for pair in zip(*columns, strict=True)]
+    record = saved("serving_endurance")
+    p99, soak, starts = record["malformed"]["p99_ms"], record["soak"], record["starts"]
+    assert [row[1] for row in endured] == [
+        f"{record['restarts']['lost']} of {record['restarts']['answered']:,}",
+        f"{record['malformed']['deaths']}",
+        f"{record['malformed']['ratio_to_another_client']:.2f} × "
+        f"({p99['beside_another_client']:.1f} and {p99['beside_malformed']:.1f} ms)",
+        f"{record['malformed']['ratio_to_alone']:.1f} × ({p99['alone']:.1f} ms)",
+        f"{100 * soak['slope_share_per_hour']:.3f} %, seen for an hour; {soak['answered']:,} "
+        "answers, none lost",
+        f"{starts['later_ready_s']:.1f} s (the first: {starts['first_ready_s']:.1f} s)",
+    ]
+    for size, row in zip(("70b", "405b"), planned, strict=True):
+        times = [saved("serving_plans")[size][aim]["seconds"] for aim in ("latency", "throughput")]
+        assert row[1:3] == [f"{seconds:.2g} s" for seconds in times]
 
 
 def test_what_was_said_by_the_model_alone_is_said_anew(monkeypatch: pytest.MonkeyPatch) -> None:
