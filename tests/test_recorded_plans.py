@@ -88,7 +88,9 @@ def measured_on_two_cores(report: Any) -> list[tuple[str, str]]:
     assert not features
     for each in saved("parameter_server"):
         rounds = each["ratio_by_round"]
-        cells.append((f"{ratio_cell(rounds)} its steps/s", goal_cell("≥", each["at_least"], rounds)))
+        cells.append(
+            (f"{ratio_cell(rounds)} its steps/s", goal_cell("≥", each["at_least"], rounds))
+        )
     for each in saved("ps_push_pull"):
         if each["says"] == "shared memory":
             rounds, speed = each["over_tcp_by_round"], f"{each['per_s']:,.0f} per second"
