@@ -19,6 +19,7 @@ import meshwright as mw
 
 MESH = {"batch": 4, "model": 2}
 X, Y = np.zeros([16, 12], "float32"), np.zeros([16], "int32")
+SYMBOLIC = keras.Input([12])
 
 
 def bytes_on_devices() -> int:
@@ -368,6 +369,52 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         mw.DataError,
         "x has dtype <U1.*expected numbers",
     ),
+    "a symbolic x": (
+        lambda: strategy().fit(compiled(), SYMBOLIC, Y),
+        mw.DataError,
+        r"x is a symbolic tensor of shape \(None, 12\), which has no values",
+    ),
+    "a symbolic x in a dict": (
+        lambda: strategy().evaluate(compiled(), {"x": SYMBOLIC}, Y),
+        mw.DataError,
+        "x is a symbolic tensor",
+    ),
+    "shapes as x": (
+        lambda: strategy().predict(compiled(), jax.ShapeDtypeStruct((4, 12), "float32")),
+        mw.DataError,
+        r"x is a symbolic tensor of shape \(4, 12\)",
+    ),
+    "a symbolic y": (lambda: strategy().fit(compiled(), X, SYMBOLIC), mw.DataError, "y is a symb"),
+    "symbolic weights": (
+        lambda: strategy().fit(compiled(), X, Y, sample_weight=SYMBOLIC),
+        mw.DataError,
+        "sample_weight is a symbolic",
+    ),
+    "symbolic targets of validation": (
+        lambda: strategy().fit(compiled(), X, Y, validation_data=(X, SYMBOLIC)),
+        mw.DataError,
+        r"validation_data\[1\] is a symbolic",
+    ),
+    "a symbolic batch": (
+        lambda: strategy().put((SYMBOLIC, Y)),
+        mw.BatchError,
+        "an array of the batch is a symbolic tensor",
+    ),
+    "a symbolic batch of one step": (
+        lambda: in_scope("train_on_batch", SYMBOLIC, Y),
+        mw.BatchError,
+        "an array of the batch is a symbolic tensor",
+    ),
+    "a dry run of no size": (
+        lambda: mw.dry_run(compiled(), (SYMBOLIC, SYMBOLIC), strategy=whole(), target="cpu:8"),
+        mw.BatchError,
+        r"has shape \(None, 12\): expected the size of every dim",
+    ),
+    "a plan of no size": (
+        lambda: mw.plan(compiled(), (SYMBOLIC, SYMBOLIC), target="h100:8"),
+        mw.BatchError,
+        r"has shape \(None, 12\): expected the size of every dim",
+    ),
     "a batch without targets": (
         lambda: mw.dry_run(compiled(), (X,), strategy=whole(), target="cpu:8"),
         mw.BatchError,
@@ -393,6 +440,11 @@ def with_state() -> keras.Model:
     model = compiled()
     whole().state(model, (X, Y))
     return model
+
+
+def in_scope(call: str, *data: Any) -> None:
+    with whole().scope():
+        getattr(compiled(), call)(*data)
 
 
 def whole() -> mw.Sharded:

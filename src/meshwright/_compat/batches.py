@@ -27,6 +27,15 @@ def numpy_batches(
     return epochs
 
 
+def is_symbolic(value: Any) -> bool:
+    """Whether a value is a shape and a dtype alone, as ``keras.Input`` makes, or JAX describes."""
+    import sys
+
+    keras, jax = sys.modules.get("keras"), sys.modules.get("jax")
+    kinds = [keras and getattr(keras, "KerasTensor", None), jax and jax.ShapeDtypeStruct]
+    return isinstance(value, tuple(kind for kind in kinds if kind))
+
+
 class Readable(NamedTuple):
     """An array on the host: how rows of it are read by their numbers, and its dims."""
 

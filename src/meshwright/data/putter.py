@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .. import _compat
 from ..errors import BatchError
 from ..layouts.layout import Layout
 from ..layouts.placement import Placement
@@ -29,6 +30,14 @@ def not_numbers_text(array: Any) -> str:
     return (
         f"dtype {array.dtype}, which devices cannot hold: expected numbers. Convert strings to ids "
         "first."
+    )
+
+
+def symbolic_text(value: Any) -> str:
+    """What is wrong with a placeholder where values are wanted."""
+    return (
+        f"a symbolic tensor of shape {tuple(value.shape)}, which has no values: expected arrays, a "
+        "dataset or a generator of batches."
     )
 
 
@@ -238,6 +247,8 @@ def _cycled(value: Any, rows: int) -> Any:
 
 
 def _as_array(value: Any, copy: bool) -> Any:
+    if _compat.is_symbolic(value):
+        raise BatchError(f"an array of the batch is {symbolic_text(value)}")
     if isinstance(value, jax.Array | HostRows):
         return value
     return np.array(value) if copy else np.asarray(value)

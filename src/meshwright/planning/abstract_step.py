@@ -10,6 +10,7 @@ from ..layouts.placement import Placement
 from ..layouts.strict import inspect
 from ..program import Batch, Program
 from ..step.assemble import Assembly, assemble
+from ..step.batches import check_sizes
 from ..step.options import PLAIN, StepOptions
 from .faults import tracing
 
@@ -50,8 +51,10 @@ class HasSteps(Protocol):
 def abstract_step(model: Any, batch: Batch, strategy: HasSteps | Placement) -> AbstractStep:
     """The step that would train a model, or a Program, on such batches under a strategy.
 
-    A Program may come with a :class:`~meshwright.Placement` alone.
+    A Program may come with a :class:`~meshwright.Placement` alone. Raises
+    :class:`~meshwright.BatchError` for batches without a size.
     """
+    check_sizes(batch)
     if not isinstance(model, Program):
         assert not isinstance(strategy, Placement)
         with tracing(getattr(model, "name", "model")):  # Keras builds what is not built yet

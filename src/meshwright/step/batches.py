@@ -92,6 +92,18 @@ class BatchLayouts:
         ]
 
 
+def check_sizes(batch: Batch) -> None:
+    """Raise :class:`~meshwright.BatchError` for shapes without a size, as of ``keras.Input``."""
+    import jax
+
+    for value in jax.tree.leaves(batch):
+        if None in getattr(value, "shape", ()):
+            raise BatchError(
+                f"an array of the batch has shape {tuple(value.shape)}: expected the size of every "
+                "dim, the rows of the batch too."
+            )
+
+
 def is_key(value: Any) -> bool:
     """Whether a value is one of JAX's typed random keys, or several: NumPy has no dtype for them.
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from ... import _compat
-from ...data.putter import holds_numbers, not_numbers_text
+from ...data.putter import holds_numbers, not_numbers_text, symbolic_text
 from ...errors import DataError, ModelError
 from ...run.options import Data, Schedule, Validation
 
@@ -95,6 +95,8 @@ def check_options(**options: Any) -> None:
 def check_data(model: keras.Model, data: Data, kind: str = "train") -> None:
     """Raise :class:`DataError` where there are no inputs, or no targets for a loss."""
     _check_source("x", data.x)
+    _check_values("y", data.y)
+    _check_values("sample_weight", data.sample_weight)
     own = kind != "predict" and _compat.has_own(model, f"{kind}_step")
     needs_y = kind != "predict" and _compat.has_loss(model) and not own
     if needs_y and data.y is None and _are_arrays(data.x):
@@ -108,6 +110,8 @@ def _check_validation(data: Any) -> None:
     """Raise :class:`DataError` for what cannot be validation data: not after an epoch, but now."""
     if isinstance(data, tuple | list) and len(data) in (1, 2, 3):
         _check_source("validation_data[0]", data[0])
+        for place, value in enumerate(data[1:], 1):
+            _check_values(f"validation_data[{place}]", value)
     elif data is not None:
         _check_source("validation_data", data)
 
@@ -117,7 +121,14 @@ def _check_source(name: str, value: Any) -> None:
     is_empty = isinstance(value, list | tuple | Mapping) and not value
     if is_scalar or is_empty:
         raise DataError(f"{name}={value!r}: expected arrays, a dataset or a generator of batches.")
-    for array in _values(value):
+    _check_values(name, value)
+
+
+def _check_values(name: str, value: Any) -> None:
+    """Raise :class:`DataError` where arrays hold no numbers, or no values at all."""
+    for array in keras.tree.flatten(value):
+        if _compat.is_symbolic(array):
+            raise DataError(f"{name} is {symbolic_text(array)}")
         if isinstance(array, np.ndarray) and not holds_numbers(array):
             raise DataError(f"{name} has {not_numbers_text(array)}")
 
