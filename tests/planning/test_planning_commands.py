@@ -227,9 +227,31 @@ def test_what_is_wrong_is_said_in_one_sentence(job, arguments, message):
     assert "Traceback" not in result.output
 
 
-def test_a_mesh_that_does_not_match_is_said_before_anything_is_built(job):
-    result = run("planned_job:broken", "--target", "cpu:8", "--mesh", "batch=3")
-    assert "over 3 devices (batch=3), and the target cpu:8 has 8. Make a mesh of 8" in result.stderr
+MANY = ["--mesh", "batch=3", "--layout", "hiddn.*kernel:unsharded,zzz", "--batch-size", "7"]
+
+
+@pytest.mark.parametrize(
+    ("build", "messages"),
+    [
+        ("broken", ["KeyError: 'no such key'"]),  # where nothing is built, no more can be said
+        (
+            "build",
+            [
+                "layout 'hiddn.*kernel' names axis 'zzz'",
+                "'hiddn.*kernel' matches no path. The nearest: 'hidden/kernel'",
+            ],
+        ),
+        ("program", ["a batch of 7 rows does not divide into 2", "matches no path"]),
+    ],
+)
+def test_the_faults_of_a_command_are_said_at_once(job, build, messages):
+    options = MANY if build == "build" else [*MANY, "--option", "accumulate=2"]
+    options = [text.replace("zzz", "batch") if build == "program" else text for text in options]
+    result = run(f"planned_job:{build}", "--target", "cpu:8", *options)
+    assert result.exit_code == 2
+    said = ["over 3 devices (batch=3), and the target cpu:8 has 8. Make a mesh of 8", *messages]
+    assert [message for message in said if message not in result.stderr] == []
+    assert "Traceback" not in result.output
 
 
 def test_the_planner_names_the_line_that_cannot_be_traced(job):

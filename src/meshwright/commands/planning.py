@@ -13,12 +13,13 @@ from ..display.text.changes import changes_text
 from ..display.text.columns import Paragraphs
 from ..equivalence.cases import Case, case_of, setups
 from ..equivalence.finding import find_build
-from ..errors import BatchError, LayoutError, ModelError, PlanError
+from ..errors import BatchError, LayoutError, MeshwrightError, ModelError, PlanError
 from ..frontends.dry_runs import dry_run
 from ..frontends.inputs import inputs_of
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
+from ..layouts.strict import refuse_idle_layouts
 from ..planning import Target
 from ..planning.changes import compare, notes
 from ..planning.compiler_process import watching
@@ -157,19 +158,69 @@ def _case(request: DryRunOptions, here: bool = False, serves: bool = False) -> _
     ``serves`` a model without a batch will do, and ``batch`` is what goes into it."""
     build, target, mesh, layouts, zero, batch_size, options, compile, _ = request
     mesh = mesh or Mesh({"batch": target.num_devices})
-    check_size(mesh, target)
+    faults = _Faults()
+    with faults:
+        check_size(mesh, target)
     options = dict(options) if zero is None else {**options, "zero": zero}
     if not _compat.jax_is_running() and not (here and target.platform != "cpu"):
         # An accelerator that is here, or its driver, is woken up only to be measured.
         virtual_devices(target.num_devices if here else 1)
-    case = built_case(build, layouts, options, needs_batch=not serves)
-    case = for_serving(case, mesh) if serves else case
-    setup = setups(case, [mesh.abstract()])[0]
-    strategy = _strategy(case, setup)  # also checks the options
-    if serves:
-        return _Case(case.model, _served_inputs(case, batch_size), strategy, mesh, target, compile)
-    batch = _micro_batch(case.batches[0], batch_size, setup.options.get("accumulate", 1))
-    return _Case(case.model, batch, strategy, mesh, target, compile)
+    model = batch = strategy = None
+    with faults:
+        case = built_case(build, layouts, options, needs_batch=not serves)
+        case = for_serving(case, mesh) if serves else case
+        model = case.model
+        with faults:
+            setup = setups(case, [mesh.abstract()])[0]
+            strategy = _strategy(case, setup)  # also checks the options
+            accumulate = setup.options.get("accumulate", 1)
+            batch = (
+                _served_inputs(case, batch_size)
+                if serves
+                else _micro_batch(case.batches[0], batch_size, accumulate)
+            )
+        if faults.errors:  # else the step itself finds these, and more
+            _check_patterns(case, mesh)
+    faults.refuse()
+    return _Case(model, batch, strategy, mesh, target, compile)
+
+
+class _Faults:
+    """The errors of several checks, so that a user hears of all at once."""
+
+    def __init__(self) -> None:
+        self.errors: list[MeshwrightError] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, MeshwrightError):
+            return False
+        self.errors.append(error)
+        return True
+
+    def refuse(self) -> None:
+        """Raise what was noted, as one error of the first one's class."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            first = self.errors[0]
+            raise type(first)("\n".join(map(str, self.errors))) from first
+
+
+def _check_patterns(case: Case, mesh: Mesh) -> None:
+    """Raise :class:`~meshwright.PlacementError` if patterns match nothing, whatever their axes."""
+    from ..frontends.keras.paths import model_infos
+
+    if isinstance(case.model, Program):
+        infos, name = case.model.infos, case.model.name
+    else:
+        infos, name = tuple(model_infos(case.model).values()), case.model.name
+    patterns = dict.fromkeys(case.layouts or {}, ())
+    strict = case.options.get("strict", True)
+    placement = Placement.of(mesh.abstract(), patterns, batch=None, strict=strict)
+    if infos:
+        refuse_idle_layouts(placement, infos, repr(name))
 
 
 class _Progress:
