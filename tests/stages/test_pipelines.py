@@ -328,6 +328,29 @@ def test_a_strategy_wants_the_axis_in_its_mesh(how, what):
         mw.Sharded(mw.Mesh({"data": 4}), batch="data", pipeline=how.axis)
 
 
+def by_block(kinds):
+    """An optimizer for each block: Adam, a momentum alone, or none, as for frozen weights."""
+
+    def labels(params):
+        pairs = zip(params["blocks"], kinds, strict=True)
+        blocks = [dict.fromkeys(of, kind) for of, kind in pairs]
+        return {"embed": "none", "head": "adam", "blocks": blocks}
+
+    ways = {"adam": optax.adam(0.1, eps=1e-3), "momentum": optax.trace(0.9)}
+    return optax.multi_transform({**ways, "none": optax.set_to_zero()}, labels)
+
+
+def test_blocks_without_slots_go_with_those_that_have_some_but_not_with_other_slots():
+    def step(kinds, mesh, how=None):
+        _, params, logs = stepped(program_of(4, optimizer=by_block(kinds)), mesh, how)
+        return params, params, logs
+
+    kinds = ["none", "adam", "none", "adam"]
+    assert_same(step(kinds, {"stage": 2}, piped()), step(kinds, {"data": 1}))
+    with pytest.raises(mw.PipelineError, match="blocks/2/qkv has 1 and blocks/3/qkv has 2"):
+        step(["none", "none", "momentum", "adam"], {"stage": 2}, piped())
+
+
 @pytest.mark.full
 def test_statistics_of_batches_and_weights_of_all_blocks_do_not_go_with_zero():
     def cut(normed, shared):

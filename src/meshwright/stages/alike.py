@@ -29,9 +29,9 @@ class Families:
     rows: tuple[tuple[Member | None, ...], ...]
 
     @property
-    def count(self) -> int:
+    def counts(self) -> tuple[int, ...]:
         """How many members each has."""
-        return sum(member is not None for member in self.rows[0]) if self.rows else 0
+        return tuple(sum(member is not None for member in row) for row in self.rows)
 
 
 def alike(
@@ -108,8 +108,8 @@ class _Groups:
         eqns = closed.jaxpr.eqns
         signs, banned, ids = signs_of(eqns).tolist(), set[int](), dict[Any, int]()
         while True:
-            tags, groups = _assigned(eqns, signs, roots, banned, ids, len(families.rows))
-            partial = {key for key, of in groups.items() if len(of) < families.count}
+            tags, groups, full = _assigned(eqns, signs, roots, banned, ids, families.counts)
+            partial = {key for key, of in groups.items() if len(of) < full[key]}
             if not partial:
                 return cls(tags, {n: (g, p) for g, of in groups.items() for p, n in of.items()})
             banned |= partial
@@ -121,10 +121,12 @@ def _assigned(
     roots: Mapping[Any, Tag],
     banned: set[int],
     ids: dict[Any, int],
-    first: int,
-) -> tuple[dict[Any, Tag], dict[int, dict[int, int]]]:
-    """Tags of all variables, and the equations of each group by place, but for banned groups."""
-    tags = dict(roots)
+    counts: Sequence[int],
+) -> tuple[dict[Any, Tag], dict[int, dict[int, int]], dict[int, int]]:
+    """Tags of all variables, the equations of each group by place, but for banned groups, and how
+    many there are of a group that comes for every block that has what it reads."""
+    tags, first = dict(roots), len(counts)
+    members, full = dict(enumerate(counts)), dict[int, int]()
     groups: dict[int, dict[int, int]] = {}
     times: Counter[Any] = Counter()
     same: dict[Any, Any] = {}  # a variable to the first one that is computed alike
@@ -148,10 +150,12 @@ def _assigned(
         if key in banned:
             continue
         groups.setdefault(key, {})[place] = number
+        full[key] = max(members[tag[0]] for tag in read if tag is not None)
         for result, var in enumerate(eqn.outvars):
             family = ids.setdefault(("result", key, result), len(ids))
             tags[var] = (first + family, place)
-    return tags, groups
+            members[first + family] = full[key]
+    return tags, groups, full
 
 
 def _tag(atom: Any, tags: Mapping[Any, Tag]) -> Tag | None:

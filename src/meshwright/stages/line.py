@@ -141,6 +141,20 @@ class Line:
         ]
 
     @functools.cached_property
+    def _state_read(self) -> list[set[str]]:
+        """Paths of the state that each equation of the line reads, some of it by way of others."""
+        state = {v: path for v, (of, path) in self.traced.arguments.items() if of == "state"}
+        return [
+            {
+                state[v]
+                for number in (n, *self._alone(self.eqns[n].invars))
+                for v in variables(self.eqns[number].invars)
+                if v in state
+            }
+            for n in self.order
+        ]
+
+    @functools.cached_property
     def costs(self) -> tuple[np.ndarray, np.ndarray]:
         """FLOPs before each position, and the bytes of weights read before it."""
         flops = [float(equation_flops(self.eqns[n]) or 0) for n in self.order]
@@ -194,10 +208,13 @@ class Line:
         return slowest + sent * per_sent, cuts
 
     def cut_before(self, paths: set[str]) -> int | None:
-        """The position with the least to send between the last equation that reads a weight and the
-        first that reads one of these; ``None`` if the line reads none of them."""
+        """The position with the least to send between the last equation that reads a parameter and
+        the first that reads one of these; ``None`` if the line reads none of them."""
         readers = [k for k, read in enumerate(self.params_read) if read]
         first = next((k for k in readers if not paths.isdisjoint(self.params_read[k])), None)
+        if first is None:  # frozen weights, then
+            reads = (k for k, read in enumerate(self._state_read) if not paths.isdisjoint(read))
+            first = next(reads, None)
         if first is None:
             return None
         after = max((k for k in readers if k < first), default=-1) + 1

@@ -70,6 +70,7 @@ class Blocks:
         differing = *of_batch, *repeats.differing, *map(tuple, literals)
         own = tuple(tuple(arguments[var] for var in row) for row in own_vars)
         _check_entries(own, traced.entries)
+        _check_frozen(own, traced.state.keys() - traced.fixed)
         blocks = cls(traced, repeats.run, own, differing, own_vars)
         _ = blocks.functions  # which refuses what cannot be passed on
         return blocks
@@ -81,8 +82,27 @@ class Blocks:
 
     @functools.cached_property
     def params(self) -> tuple[tuple[str, ...], ...]:
-        """Paths of the blocks' parameters: a row of one path per block."""
-        return tuple(tuple(path for _, path in row) for row in self.own if row[0][0] == "params")
+        """Paths of the weights that some block has as a parameter: a row of one path per block."""
+        return tuple(tuple(path for _, path in row) for row in self.own if is_trained(row))
+
+    @functools.cached_property
+    def trained(self) -> tuple[tuple[str | None, ...], ...]:
+        """The same rows, with ``None`` for the blocks whose weight is frozen."""
+        return tuple(
+            tuple(path if part == "params" else None for part, path in row)
+            for row in self.own
+            if is_trained(row)
+        )
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The path of the weight that each block reads first, frozen or not."""
+        rows = (
+            row
+            for row in self.own
+            if all(part == "params" or path in self.traced.fixed for part, path in row)
+        )
+        return tuple(path for _, path in next(rows, ()))
 
     @property
     def are_of_loop(self) -> bool:
@@ -425,6 +445,21 @@ def _check_entries(
             "be the equal blocks, from the first entry to the last, and nothing else may read what "
             "they read. Write the layers one after the other."
         )
+
+
+def _check_frozen(own: Iterable[Sequence[tuple[str, str]]], changed: set[str]) -> None:
+    """Refuse blocks in which a weight of one is a state of another that changes."""
+    for row in filter(is_trained, own):
+        if odd := [path for part, path in row if part != "params" and path in changed]:
+            raise PipelineError(
+                f"{odd[0]} changes with every step, and is in its block what a weight is in the "
+                "others, so they cannot be stages of one pipeline."
+            )
+
+
+def is_trained(row: Iterable[tuple[str, str]]) -> bool:
+    """Whether a row of the blocks' own variables has a parameter: the others are then frozen."""
+    return any(part == "params" for part, _ in row)
 
 
 def _split(signs: Any, chains: Sequence[Sequence[int]]) -> list[list[int]]:

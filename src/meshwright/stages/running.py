@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..program import Arrays, Logs, TrainState
-from .parts import Blocks
+from .parts import Blocks, is_trained
 from .passes import Passes
 from .plan import Row
 from .setting import Own, Rest, Setting
@@ -53,7 +53,13 @@ class Runner:
         fixed = {p: value for p, value in whole.state.items() if p not in states}
         results = run(own, others, (fixed, states), rest, shared, micros, self._rows())
         own_grads, grads_before, grads_after, metrics, logs = results
-        grads = dict(zip(self.stacks, own_grads, strict=False))
+        own_rows = setting.blocks.own if isinstance(setting.blocks, Blocks) else ()
+        grads = {
+            path: self._without_frozen(value, whole.params[path], row)
+            for path, value, row in zip(
+                self.stacks, own_grads, filter(is_trained, own_rows), strict=False
+            )
+        }
         blocks = (0,) if setting.pieces == 1 else (0, 1)
         lent = own_grads[len(self.stacks) :]
         of_lent = {p: g.sum(blocks) for p, g in zip(functions.lent, lent, strict=True)}
@@ -133,7 +139,8 @@ class Runner:
         for kind, row in zip(self.setting.kinds, blocks.own, strict=False):
             paths = [row[block or 0][1] for block in places]  # of any block where there is none
             if kind == "params":
-                own.params.append(whole.params[next(stacks)])
+                stack = whole.params[next(stacks)]
+                own.params.append(self._with_frozen(stack, row, whole.state))
             elif kind == "counted":
                 own.counted.append(jnp.stack([states[path] for path in paths], 1))
             else:
@@ -148,6 +155,35 @@ class Runner:
         lent = [whole.params[path] for path in blocks.functions.lent]
         own.params.extend(jnp.broadcast_to(value, (len(places), *value.shape)) for value in lent)
         return own
+
+    # Frozen weights, which lie beside the stack of those that are trained
+
+    def _frozen(self, row: Sequence[tuple[str, str]]) -> dict[int, str]:
+        """The paths of frozen weights by place."""
+        members = {
+            place: row[block]
+            for place, block in enumerate(self.setting.deal.places)
+            if block is not None
+        }
+        return {place: path for place, (part, path) in members.items() if part != "params"}
+
+    def _with_frozen(self, stack: Any, row: Sequence[tuple[str, str]], state: Arrays) -> Any:
+        import jax.numpy as jnp
+
+        if not (frozen := self._frozen(row)):
+            return stack
+        nothing = jnp.zeros_like(state[next(iter(frozen.values()))])
+        places = range(len(stack))
+        values = [state[frozen[n]] if n in frozen else nothing for n in places]
+        return jnp.where(_at(frozen, stack, 0), jnp.stack(values), stack)
+
+    def _without_frozen(self, grads: Any, stack: Any, row: Sequence[tuple[str, str]]) -> Any:
+        """Gradients of a stack, with zeros in the places of frozen weights."""
+        import jax.numpy as jnp
+
+        if not (frozen := self._frozen(row)):
+            return grads
+        return jnp.where(_at(frozen, stack, grads.ndim - stack.ndim), 0, grads)
 
     # The loop, on one stage
 
@@ -212,3 +248,11 @@ class Runner:
             metrics, logs = passes.measured(metrics, logs, last.metric_inputs)
         tops = last.grads_before, last.grads_after, metrics, logs
         return passes.joined(last.own_grads), *jax.tree.map(lambda value: value[None], tops)
+
+
+def _at(places: Collection[int], stack: Any, before: int) -> Any:
+    """Whether each place of a stack is one of these, behind some dims and in front of others."""
+    import jax.numpy as jnp
+
+    are = jnp.array([place in places for place in range(len(stack))])
+    return are.reshape([1] * before + [-1] + [1] * (stack.ndim - 1))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..program import Arrays
 from .deal import Deal
-from .parts import Blocks
+from .parts import Blocks, is_trained
 from .plan import TickPlan
 from .segments import Segments
 from .traced import Traced
@@ -97,7 +97,7 @@ class Setting:
         assert isinstance(self.blocks, Blocks)
         counted = self.functions.counted
         own = tuple(
-            "params" if row[0][0] == "params" else "counted" if row[0][1] in counted else "fixed"
+            "params" if is_trained(row) else "counted" if row[0][1] in counted else "fixed"
             for row in self.blocks.own
         )
         changes = self.functions.differs_by_micro

@@ -9,6 +9,7 @@ where it divides. Outside of a step every variable has its own path and its own 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -68,11 +69,12 @@ class Stacking:
         program: Program,
         placement: Placement,
         axis: str,
-        rows: Sequence[tuple[str, ...]],
+        rows: Sequence[tuple[str | None, ...]],
         deal: Deal,
         wholes: Mapping[str, str] = MappingProxyType({}),
     ) -> Stacking:
-        """Of parameters, by block; ``wholes`` are the paths of stacked arrays by those of entries.
+        """Of parameters, by block, ``None`` for one that is frozen, which stays where it is;
+        ``wholes`` are the paths of stacked arrays by those of entries.
 
         Raises :class:`PipelineError` where equal weights would lie differently.
         """
@@ -80,8 +82,9 @@ class Stacking:
         whole = by_part(program.parts, placement.with_zero(0))
         infos = TrainState(*({info.path: info for info in part} for part in program.parts))
 
-        def stack(field: str, paths: Sequence[str], owner: str | None) -> Stack:
+        def stack(field: str, row: Sequence[str | None], owner: str | None) -> Stack:
             layouts: dict[str, Layout] = getattr(whole, field)
+            paths = [path for path in row if path is not None]
             if len({layouts[path] for path in paths}) > 1:
                 listed = "\n".join(f"  {path}: {layouts[path].unbound()}" for path in paths)
                 raise PipelineError(
@@ -91,7 +94,7 @@ class Stacking:
             alone = layouts[paths[0]]
             _check_free(axis, paths[0], alone.axes)
             first: ParamInfo = getattr(infos, field)[paths[0]]
-            places = tuple(None if block is None else paths[block] for block in deal.places)
+            places = tuple(None if block is None else row[block] for block in deal.places)
             info = replace(
                 asking(first, Layout([axis, *alone.specs], placement.mesh)),
                 path=_joined(paths),
@@ -112,9 +115,9 @@ class Stacking:
 
         params, slots = list[Stack](), list[Stack]()
         for row in rows:
-            if (path := wholes.get(row[0])) is not None:
+            if (path := wholes.get(row[0] or "")) is not None:
                 params.append(as_it_is("params", path))
-                slots += (as_it_is("slots", of) for (of,) in _slots_of(program, [path]))
+                slots += (as_it_is("slots", of) for (of,) in _slots_of(program, [path]) if of)
             else:
                 params.append(stack("params", row, None))
                 owner = params[-1].info.path
@@ -270,13 +273,14 @@ def by_part(parts: Sequence[Sequence[ParamInfo]], placement: Placement) -> Train
     return TrainState(*({info.path: next(placed).layout for info in part} for part in parts))
 
 
-def _slots_of(program: Program, row: Sequence[str]) -> list[tuple[str, ...]]:
-    """Paths of the slots of these parameters: of each kind of slot a row.
+def _slots_of(program: Program, row: Sequence[str | None]) -> list[tuple[str | None, ...]]:
+    """Paths of the slots of these parameters: of each kind of slot a row, with ``None`` for those
+    that have none, as frozen ones do.
 
     Raises :class:`PipelineError` for slots of other dims, which do not lie as their weights do.
     """
     dims = {info.path: info.dims for info in program.params}
-    of: dict[str, list[str]] = {path: [] for path in row}
+    of: dict[str, list[str]] = {path: [] for path in row if path is not None}
     for info in program.slots:
         if info.owner in of:
             if info.dims != dims[info.owner]:
@@ -286,7 +290,15 @@ def _slots_of(program: Program, row: Sequence[str]) -> list[tuple[str, ...]]:
                     "with slots like its weights, such as Adam."
                 )
             of[info.owner].append(info.path)
-    return list(zip(*of.values(), strict=True))
+    counts = {len(paths): owner for owner, paths in of.items() if paths}
+    if len(counts) > 1:
+        listed = " and ".join(f"{owner} has {count}" for count, owner in counts.items())
+        raise PipelineError(
+            f"equal blocks must have as many slots for the same weight; {listed}. Use one "
+            "optimizer for all of them."
+        )
+    none: list[str] = []
+    return list(itertools.zip_longest(*(of.get(path or "", none) for path in row)))
 
 
 def _stacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:

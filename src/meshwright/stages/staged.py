@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import BatchError, PipelineError
+from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from ..units import bytes_text
@@ -100,7 +101,7 @@ class Staged:
             blocks, dealt = cut
             may_share = _may_share_loss(blocks, pipeline)
             wholes = {path: whole for path, (whole, _) in blocks.traced.entries.items()}
-            rows = blocks.params
+            rows = blocks.trained
             stacking = Stacking.of(program, placement, pipeline.axis, rows, dealt, wholes)
             functions, shares = blocks.functions, equal_shares(blocks, dealt)
             layers = layers_of_blocks(blocks, dealt)
@@ -209,7 +210,8 @@ class Staged:
         order = [block for block in deal.places if block is not None]
         is_same = blocks.count == deal.count
         paths = [
-            stacks.get(tuple(row[block] for block in order)) for row in blocks.params * is_same
+            stacks.get(tuple(filter(None, (row[block] for block in order))))
+            for row in blocks.trained * is_same
         ]
         if None in paths or len(paths) != len(stacks):
             raise self.is_other()
@@ -397,7 +399,12 @@ def _segments(
         raise PipelineError(
             f"{stages} stages need {stages - 1} cuts; received {list(pipeline.cuts)}."
         )
-    return Segments(line, line_cuts(line, pipeline.cuts, program.params, on_cpu))
+    return Segments(line, line_cuts(line, pipeline.cuts, weights_of(program, traced), on_cpu))
+
+
+def weights_of(program: Program, traced: Traced) -> tuple[ParamInfo, ...]:
+    """The parameters of a program, and its state that no step changes, as frozen weights."""
+    return (*program.params, *(info for info in program.state if info.path in traced.fixed))
 
 
 def _blocks(traced: Traced, placement: Placement, pipeline: Pipeline) -> Blocks:
@@ -426,9 +433,9 @@ def _deal(program: Program, blocks: Blocks, placement: Placement, pipeline: Pipe
         return Deal.fastest(count, stages, repeats, flops, skips, pipeline.micro_batches)
     if pipeline.cuts is None:
         return Deal.best(count, stages, repeats, flops, skips)
-    sizes = sizes_of(pipeline.cuts, blocks.params[0], program.params)
+    sizes = sizes_of(pipeline.cuts, blocks.begins, weights_of(program, blocks.traced))
     if sizes is None:
-        first = ", ".join(blocks.params[0][:3])
+        first = ", ".join(blocks.begins[:3])
         raise PipelineError(
             f"cuts={list(pipeline.cuts)}: a pipeline of equal blocks is cut between two of them. "
             f"The model's {blocks.count} blocks begin with {first}, ..."

@@ -6,6 +6,7 @@ the way. Equal constants are one variable here, and keys can come first.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,12 @@ class Traced:
     def results(self) -> tuple[Mapping[str, Any], ...]:
         """All that there is beside the loss."""
         return self.state, self.metrics, self.logs
+
+    @functools.cached_property
+    def fixed(self) -> frozenset[str]:
+        """Paths of the state that stays as it is, as frozen weights do."""
+        arguments = self.arguments.items()
+        return frozenset(p for v, (of, p) in arguments if of == "state" and self.state[p] is v)
 
     @classmethod
     def of(cls, program: Program, whole: TrainState, batch: Batch, share: float) -> Traced:
