@@ -136,6 +136,59 @@ def test_it_trains_as_on_one_device(name: str, way: str) -> None:
         np.testing.assert_allclose(actual, value, atol=within)
 
 
+def trained_once(build: Callable[[], keras.Model], x: Any, pipeline: Any) -> tuple[Any, Any]:
+    """The logs and weights after a step, by the stages or on one device."""
+    axes = {"stage": 2, "data": 2} if pipeline else {"data": 1}
+    strategy = mw.Sharded(mesh_of(axes), batch="data", unmatched="replicate", pipeline=pipeline)
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = build()
+    y = np.random.default_rng(1).integers(1, 8, x.shape)
+    history = strategy.fit(model, x, y, batch_size=ROWS, verbose=0, shuffle=False)
+    return history.history, model.get_weights()
+
+
+def assert_trains_as_on_one_device(build: Callable[[], keras.Model], x: Any, how: Any) -> None:
+    (logs, weights), (expected_logs, expected) = (trained_once(build, x, of) for of in (how, None))
+    assert logs == {key: pytest.approx(value, rel=1e-5) for key, value in expected_logs.items()}
+    for actual, value in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(actual, value, atol=1e-6)
+
+
+def partly_frozen() -> keras.Model:
+    x = inputs = keras.Input([8])
+    for number in range(4):
+        x = layers.Dense(8, "tanh", trainable=number not in (0, 3), name=f"block{number}")(x)
+    model = keras.Model(inputs, layers.Dense(8, name="head")(x))
+    model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=0.1), "mse")
+    return model
+
+
+@pytest.mark.parametrize("cuts", [None, ["block3"]])
+def test_frozen_blocks_go_with_those_that_are_trained(cuts: list[str] | None) -> None:
+    x = np.random.default_rng(0).normal(size=[ROWS, 8]).astype("float32")
+    assert_trains_as_on_one_device(partly_frozen, x, mw.Pipeline("stage", 2, cuts=cuts))
+
+
+def masked() -> keras.Model:
+    inputs = keras.Input([4])
+    x = layers.Embedding(8, 4, mask_zero=True, name="table")(inputs)
+    for number in range(2):
+        x = layers.Dense(4, "tanh", name=f"block{number}")(x)
+    model = keras.Model(inputs, layers.Dense(8, name="head")(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    ways = {"metrics": ["accuracy"], "weighted_metrics": ["sparse_categorical_crossentropy"]}
+    model.compile(keras.optimizers.SGD(0.1), loss, **ways)
+    return model
+
+
+def test_metrics_of_a_masked_model_count_what_keras_counts() -> None:
+    """While it trains every token, for Keras' own metrics then see no mask."""
+    x = np.random.default_rng(0).integers(1, 8, [ROWS, 4])
+    x[:, 3:] = 0
+    assert_trains_as_on_one_device(masked, x, mw.Pipeline("stage", 2))
+
+
 class OwnStep(keras.Model):
     """A model with a step of its own."""
 

@@ -107,10 +107,10 @@ def masks_of(tensors: Any) -> list[Any]:
 
 
 def set_masks(tensors: Any, masks: list[Any]) -> None:
-    """Note these masks on the arrays of a tree."""
+    """Note these masks on the arrays of a tree; ``None`` takes a note off."""
     import jax
-    from keras.src.backend import set_keras_mask
+    from keras.src.backend import get_keras_mask, set_keras_mask
 
     for tensor, mask in zip(jax.tree.leaves(tensors), masks, strict=True):
-        if mask is not None:
+        if mask is not get_keras_mask(tensor):
             set_keras_mask(tensor, mask)
