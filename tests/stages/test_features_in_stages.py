@@ -189,6 +189,16 @@ def test_metrics_of_a_masked_model_count_what_keras_counts() -> None:
     assert_trains_as_on_one_device(masked, x, mw.Pipeline("stage", 2))
 
 
+def test_explain_refuses_a_batch_that_does_not_divide_into_micro_batches() -> None:
+    pipeline = mw.Pipeline("stage", 4)
+    mesh = mesh_of({"stage": 2, "data": 2})
+    strategy = mw.Sharded(mesh, batch="data", unmatched="replicate", pipeline=pipeline)
+    with strategy.scope():
+        model = partly_frozen()
+    with pytest.raises(mw.BatchError, match="a batch of 12 .* micro_batches=4 over 2 pieces"):
+        strategy.explain(model, (np.ones([12, 8], "float32"), np.ones([12, 8], "float32")))
+
+
 class OwnStep(keras.Model):
     """A model with a step of its own."""
 

@@ -378,6 +378,13 @@ def test_a_batch_that_does_not_divide_into_micro_batches_names_the_nearest():
     trainer = mw.Trainer(program_of(4), placement, piped(micro_batches=4))
     with pytest.raises(mw.BatchError, match=r"a batch of 20 does not divide .* do: 16 and 24"):
         trainer.step(trainer.init(), trainer.put(batch_of(20)))
+    mesh = mw.Mesh({"stage": 2, "data": 2})
+    strategy = mw.Sharded(mesh, batch="data", unmatched="replicate", pipeline=piped().pipeline)
+    for rows, nearest in ((20, "16 and 24"), (4, "8")):
+        with pytest.raises(mw.BatchError, match=f"a batch of {rows} does not .* do: {nearest}"):
+            mw.dry_run(
+                program_of(4), batch_of(rows), strategy=strategy, target="cpu:4", compile=False
+            )
 
 
 def test_options_that_do_not_go_with_a_pipeline_are_listed():

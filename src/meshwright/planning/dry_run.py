@@ -42,6 +42,8 @@ def dry_run_of(
     """What :func:`meshwright.dry_run` says, of strategies that describe their step."""
     _check_devices(strategy, target)
     step = abstract_step(model, batch, strategy)
+    if (staged := step.staged) is not None:
+        staged.check_rows(step.batch)  # which else the compiled step alone would refuse
     if why := not_compiled(target, compile):
         if target.platform == "cuda":
             gpu.topology_of(target)  # raises for nodes that are not built
@@ -49,7 +51,7 @@ def dry_run_of(
     else:
         report = _Compiler(step, target, hardware, timeout_s).report(blocks)
     report = replace(report, fed=step_input(batch, step.how.batches))
-    if (staged := step.staged) is None:
+    if staged is None:
         return report
     report = replace(report, stages=staged.shares, ticks=staged.ticks)
     note = what_does_not_fit(report)

@@ -80,6 +80,9 @@ class Branched(Staged):
         """Every batch."""
         return True
 
+    def check_rows(self, batch: Batch) -> None:
+        """No batch is cut into micro-batches."""
+
     def gradients(self, whole: TrainState, batch: Batch) -> Taken:
         """The gradients of a step of a state with packs; inside a traced function."""
         leaves, tree = leaves_of(batch)

@@ -173,6 +173,19 @@ class Staged:
             rows >= most or rows % (self.pipeline.micro_batches * self.placement.batch_shards) == 0
         )
 
+    def check_rows(self, batch: Batch) -> None:
+        """Raises :class:`BatchError` for a batch that would be cut into micro-batches and does not
+        divide into them."""
+        rows = leaves_of(batch)[0][0].shape[0]
+        least = self.pipeline.micro_batches * self.placement.batch_shards
+        if rows % least and self.takes(batch):
+            below = rows // least * least
+            nearest = " and ".join(str(n) for n in (below, below + least) if n)
+            raise BatchError(
+                f"a batch of {rows} does not divide into {self._pieces_text}. The nearest sizes "
+                f"that do: {nearest}."
+            )
+
     def warn_of_none(self, rows: int) -> None:
         """Say what a step costs that takes a batch without stages."""
         kind = "branches" if self.ticks is None else "stages"
@@ -286,13 +299,7 @@ class Staged:
         count, pieces = self.pipeline.micro_batches, self.placement.batch_shards
         leaves, _ = leaves_of(batch)
         rows = leaves[0].shape[0]
-        if rows % (count * pieces):
-            below = rows // (count * pieces) * count * pieces
-            nearest = " and ".join(str(n) for n in (below, below + count * pieces) if n)
-            raise BatchError(
-                f"a batch of {rows} does not divide into {self._pieces_text}. The nearest sizes "
-                f"that do: {nearest}."
-            )
+        self.check_rows(batch)
         spec, axes = jax.sharding.PartitionSpec, self.placement.batch_axes
         mesh = self.placement.mesh.jax_mesh
 

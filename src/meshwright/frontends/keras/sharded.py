@@ -182,11 +182,15 @@ class Sharded(LaidOut, Replicas):
 
         Of a pipeline, every variable as a step holds it, the stages and the tick table; ``batch``
         is then needed while nothing was trained. ``print`` it for a table. Raises
-        :class:`~meshwright.ModelError` for a model that is not built.
+        :class:`~meshwright.ModelError` for a model that is not built, and
+        :class:`~meshwright.BatchError` for a batch that does not divide into micro-batches.
         """
         check_model(model)
         if self.how.pipeline is not None:
-            return self._steps(model, batch).explained
+            steps = self._steps(model, batch)
+            if batch is not None and steps.staged is not None:
+                steps.staged.check_rows(batches.abstract(batch))
+            return steps.explained
         if not (variables := tuple(placed for _, placed in self._placed(model))):
             raise ModelError(f"model {model.name!r} has no variables to explain: build it first.")
         return Explanation(self.mesh, variables)
