@@ -48,7 +48,7 @@ def test_stages_that_differ_say_why_and_what_is_passed_on_whole() -> None:
     program = made(loss, params, np.ones([64, 64], "float32"))
     cut = mw.Pipeline("stage", 2, cuts=["out"])
     report = explained(program, {"stage": 2, "data": 2}, cut)
-    assert report.layers == (("half to in (2 layers)", "0"), ("out", "1"))
+    assert report.layers == (("in to half (2 layers)", "0"), ("out", "1"))
     why, whole = report.notes
     assert whole.startswith("12 KiB of what a stage passes on of a micro-batch have no dim of its")
     assert why == "the stages differ: the model has no chain of equal blocks to cut into 2 stages"

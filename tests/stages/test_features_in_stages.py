@@ -195,7 +195,7 @@ def test_explain_refuses_a_batch_that_does_not_divide_into_micro_batches() -> No
     strategy = mw.Sharded(mesh, batch="data", unmatched="replicate", pipeline=pipeline)
     with strategy.scope():
         model = partly_frozen()
-    with pytest.raises(mw.BatchError, match="a batch of 12 .* micro_batches=4 over 2 pieces"):
+    with pytest.raises(mw.BatchError, match=r"a batch of 12 .* micro_batches=4 over 2 pieces"):
         strategy.explain(model, (np.ones([12, 8], "float32"), np.ones([12, 8], "float32")))
 
 

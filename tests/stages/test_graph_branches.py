@@ -140,3 +140,21 @@ def test_a_chain_of_layers_has_no_branches() -> None:
     program = mw.jax_program(loss, params, optax.sgd(0.1), batch=np.ones([8, 4], "float32"))
     with pytest.raises(mw.PipelineError, match="no independent branches"):
         trainer_of(program, {"branch": 2}).init()
+
+
+def test_devices_without_a_branch_are_warned_of_and_each_branch_is_named() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        towers = [jnp.tanh(x @ params[n]["up"]["w"]) @ params[n]["down"]["w"] for n in "abc"]
+        return sum(towers).mean()
+
+    tower = {"up": {"w": np.ones([4, 8], "float32")}, "down": {"w": np.ones([8, 2], "float32")}}
+    batch = np.ones([8, 4], "float32")
+    program = mw.jax_program(loss, dict.fromkeys("abc", tower), optax.sgd(0.1), batch=batch)
+    report = trainer_of(program, {"branch": 2}).explain()
+    assert [share.spans for share in report.stages] == [
+        ("a/up to a/down (2 layers)", "c/up to c/down (2 layers)"),
+        ("b/up to b/down (2 layers)",),
+    ]
+    assert "branches 0  a/up to a/down (2 layers), c/up to c/down (2 layers)" in str(report)
+    with pytest.warns(mw.MeshwrightWarning, match=r"splits 4 ways, and .* 3 .*: 25% .* branch=3"):
+        trainer_of(program, {"branch": 4}).explain()

@@ -293,6 +293,13 @@ def test_dropout_draws_what_accumulated_micro_batches_draw():
         (program_of(), {"stage": 2}, piped(cuts=["block.3"]), {}, "mean 'blocks/3'"),
         (
             program_of(),
+            {"stage": 2},
+            piped(cuts=["lock"]),
+            {},
+            r"mean 'blocks'\? .* by whole parts of its path",
+        ),
+        (
+            program_of(),
             {"stage": 3},
             piped(cuts=["head", "blocks.1"]),
             {},
@@ -367,7 +374,7 @@ def test_statistics_of_batches_and_weights_of_all_blocks_do_not_go_with_zero():
             model.compile("sgd", "mse")
         strategy.explain(model, (np.ones([16, 4], "float32"), np.ones([16, 2], "float32")))
 
-    with pytest.raises(mw.PipelineError, match=r"(?s)moving_mean.*zero=1 needs equal blocks"):
+    with pytest.raises(mw.PipelineError, match=r"(?s)moving_mean.*taken as equal.*zero=1 needs"):
         cut(normed=True, shared=False)
     with pytest.raises(mw.PipelineError, match=r"(?s)share parameters.*zero=1 needs"):
         cut(normed=False, shared=True)
@@ -391,6 +398,8 @@ def test_options_that_do_not_go_with_a_pipeline_are_listed():
     with pytest.raises(mw.ModelError) as caught:
         piped(accumulate=2, remat="selective", sums="float32")
     assert [name in str(caught.value) for name in ("accumulate=2", "remat=", "sums=")] == [True] * 3
+    with pytest.raises(mw.ModelError, match=r"accumulate=2, remat='block' are .* branches, which"):
+        mw.StepOptions(accumulate=2, remat="block", pipeline=mw.Branches("branch"))
     with pytest.raises(mw.ModelError, match="'block' is not supported with schedule='zero_bubble'"):
         piped("zero_bubble", remat="block")
 

@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import PipelineError
 from ..layouts.placement import Placement
 from ..program import Arrays, Batch, Program, TrainState
+from ..warn import warn
 from .branches import Branches, Forks, Region
 from .by_stage import from_row, packed_row, summed
 from .faults import faults_of
@@ -23,7 +24,7 @@ from .pipeline import Pipeline
 from .running import Taken
 from .segments import Packed
 from .setting import laid_exactly
-from .shares import StageShare, layers_of_parts, with_bytes
+from .shares import StageShare, layers_of_branches, spans_of, with_bytes
 from .staged import (
     Staged,
     abstract_of,
@@ -54,10 +55,20 @@ class Branched(Staged):
         traced = traced_of(program, placement, 1, abstract_of(program), program.example)
         forks = Forks.of(Line.of(traced), placement.mesh[branches.axis])
         packing = Packing.by_owner(program, placement, branches.axis, forks.owner)
+        _warn_of_idle(forks, branches.axis)
         outside, own = forks.flops
         total = outside + sum(own) or 1.0
         shares = tuple(
-            StageShare(device, (), False, False, flops / total, _paths(forks, device), "branches")
+            StageShare(
+                device,
+                (),
+                False,
+                False,
+                flops / total,
+                _paths(forks, device),
+                "branches",
+                spans=spans_of(forks.branches(device)),
+            )
             for device, flops in enumerate(own)
         )
         return cls(
@@ -69,7 +80,7 @@ class Branched(Staged):
             recompute_blocks=False,
             shares=with_bytes(shares, packing),
             dealt=(),
-            layers=layers_of_parts([share.params for share in shares]),
+            layers=layers_of_branches([share.spans for share in shares]),
         )
 
     @property
@@ -114,6 +125,16 @@ def _check(program: Program, placement: Placement, branches: Branches) -> None:
         faults.append(f"zero={placement.zero} is not supported with branches; leave it out.")
     if faults:
         raise PipelineError("\n".join(faults))
+
+
+def _warn_of_idle(forks: Forks, axis: str) -> None:
+    idle = forks.devices - forks.at_once
+    if idle:
+        warn(
+            f"axis {axis!r} splits {forks.devices} ways, and no more than {forks.at_once} branches "
+            f"are side by side: {idle / forks.devices:.0%} of the devices compute none. Use "
+            f"{axis}={max(2, forks.at_once)}, and give the others to the batch."
+        )
 
 
 def _paths(forks: Forks, device: int) -> tuple[str, ...]:

@@ -49,13 +49,15 @@ class Branches:
 class Region:
     """The branches between a fork and its join: equations of the line, by device.
 
-    ``enters`` are computed before the fork, ``leaves`` are read after the join.
+    ``enters`` are computed before the fork, ``leaves`` are read after the join, and ``branches``
+    are the equations of each branch by itself.
     """
 
     groups: tuple[tuple[int, ...], ...]
     enters: tuple[Var, ...]
     leaves: tuple[tuple[Var, ...], ...]
     flops: tuple[float, ...]
+    branches: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +99,21 @@ class Forks:
 
     def params(self, region: Region, device: int) -> list[str]:
         """Paths of the parameters that a device's branches of a region read."""
+        return self._read(region.groups[device])
+
+    def branches(self, device: int) -> list[list[str]]:
+        """Paths of the parameters of each branch that a device computes, in the model's order."""
+        of_device = sorted(branch for region in self.regions for branch in region.branches[device])
+        return [paths for branch in of_device if (paths := self._read(branch))]
+
+    @property
+    def at_once(self) -> int:
+        """How many devices have something to compute where the most branches are."""
+        return max(sum(map(bool, region.groups)) for region in self.regions)
+
+    def _read(self, numbers: Sequence[int]) -> list[str]:
         read = self.line.params_read
-        return list(dict.fromkeys(path for k in region.groups[device] for path in read[k]))
+        return list(dict.fromkeys(path for k in numbers for path in read[k]))
 
     @functools.cached_property
     def owner(self) -> dict[str, int]:
@@ -207,9 +222,11 @@ class _Finder:
     def region(self, branches: Sequence[list[int]], devices: int) -> Region:
         """Branches dealt to devices."""
         groups, times = [list[int]() for _ in range(devices)], [0.0] * devices
+        dealt = [list[tuple[int, ...]]() for _ in range(devices)]
         for branch in sorted(branches, key=self._flops, reverse=True):
             device = times.index(min(times))
             groups[device] += branch
+            dealt[device].append(tuple(sorted(branch + self._of_weights(branch))))
             times[device] += self._flops(branch)
         groups = [sorted(group + self._of_weights(group)) for group in groups]
         groups = [sorted(group + self._penalties(group)) for group in groups]
@@ -227,7 +244,8 @@ class _Finder:
             if v in line.producer and v not in inside[device]
         )
         leaves = tuple(tuple(v for v in line.producer if v in of and v in read) for of in inside)
-        return Region(tuple(map(tuple, groups)), tuple(enters), leaves, tuple(times))
+        whole, by_device = tuple(map(tuple, groups)), tuple(map(tuple, dealt))
+        return Region(whole, tuple(enters), leaves, tuple(times), by_device)
 
     def _of_weights(self, group: Sequence[int]) -> list[int]:
         """What is computed from weights alone and read in this group and in no other."""

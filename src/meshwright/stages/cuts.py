@@ -30,11 +30,12 @@ def matched(cut: str, params: Sequence[ParamInfo]) -> set[str]:
     if matches:
         return matches
     layers = _layers(params)
-    near = difflib.get_close_matches(_slashed(cut), layers, n=1, cutoff=0.3)
+    near = [layer for layer in layers if _slashed(cut) in layer]
+    near += difflib.get_close_matches(_slashed(cut), layers, n=1, cutoff=0.3)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise PipelineError(
         f"cuts: no layer of the model with weights is called {cut!r}{hint} A cut names the layer "
-        "that a stage begins with."
+        "that a stage begins with, by whole parts of its path between slashes."
     )
 
 

@@ -220,6 +220,13 @@ class Line:
         after = max((k for k in readers if k < first), default=-1) + 1
         return after + int(np.argmin(self.bytes_crossing[after : first + 1]))
 
+    def in_order(self, paths: Iterable[str]) -> list[str]:
+        """Parameters in the order in which the line reads them."""
+        first: dict[str, int] = {}
+        for k, read in enumerate(self.params_read):
+            first = dict.fromkeys(read, k) | first
+        return sorted(paths, key=lambda path: first.get(path, len(self.order)))
+
     def layer_at(self, position: int) -> str:
         """The first parameter that is read from a position on."""
         return next((paths[0] for paths in self.params_read[position:] if paths), "")

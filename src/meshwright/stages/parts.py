@@ -277,9 +277,10 @@ class Functions:
         ]
         if stuck:
             raise PipelineError(
-                f"{listed(stuck)} would change with what the model computes, as the statistics of "
-                "BatchNormalization do, which is not supported in a pipeline. Use a normalization "
-                "without running statistics (LayerNormalization, GroupNormalization)."
+                f"{listed(stuck)} change with what the model computes, as the statistics of "
+                "BatchNormalization do, so the blocks cannot be taken as equal ones, whose state "
+                "stays as it is in a step. Use a normalization without running statistics "
+                "(LayerNormalization, GroupNormalization)."
             )
 
     def _in_run_reads_batch(self, var: Any) -> bool:

@@ -142,7 +142,8 @@ class Segments:
     def params(self) -> list[list[str]]:
         """Paths of the parameters that each stage reads."""
         ends = itertools.pairwise(self.boundaries)
-        return [self.line.params_of(leaves, enters) for enters, leaves in ends]
+        read = (self.line.params_of(leaves, enters) for enters, leaves in ends)
+        return [self.line.in_order(paths) for paths in read]
 
     @functools.cached_property
     def owner(self) -> dict[str, int]:

@@ -14,7 +14,8 @@ from .stacking import Stacking
 
 class StageShare(NamedTuple):
     """What one stage has: its blocks, or the parameters that it reads, its share of the forward
-    pass's FLOPs, and the bytes of the weights and slots that no other stage has."""
+    pass's FLOPs, and the bytes of the weights and slots that no other stage has; of branches,
+    ``spans`` names the layers of each."""
 
     stage: int
     blocks: tuple[int, ...]
@@ -25,6 +26,7 @@ class StageShare(NamedTuple):
     kind: Literal["stage", "branches"] = "stage"
     held_bytes: int = 0
     after_of: int = 1  # stages that compute what comes after, each for its micro-batches
+    spans: tuple[str, ...] = ()
 
 
 def unequal_shares(segments: Segments) -> tuple[StageShare, ...]:
@@ -105,10 +107,33 @@ def layers_of_parts(params: Sequence[Sequence[str]]) -> tuple[LayerStages, ...]:
             stages.setdefault(layer, []).append(stage)
     result = []
     for of, group in itertools.groupby(stages, key=lambda layer: stages[layer]):
-        first, *_, last = (*(layers := list(group)), layers[-1])
-        name = first if len(layers) == 1 else f"{first} to {last} ({len(layers)} layers)"
-        result.append(LayerStages(name, ", ".join(map(str, of))))
+        result.append(LayerStages(_span(list(group)), ", ".join(map(str, of))))
     return tuple(result)
+
+
+def layers_of_branches(spans: Sequence[Sequence[str]]) -> tuple[LayerStages, ...]:
+    """Of branches, by the names of those that each device computes."""
+    devices: dict[str, list[int]] = {}
+    for device, names in enumerate(spans):
+        for name in names:
+            devices.setdefault(name, []).append(device)
+    return tuple(LayerStages(name, ", ".join(map(str, of))) for name, of in devices.items())
+
+
+def spans_of(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """A name for the layers of each part, by the parameters that it reads in its order.
+
+    >>> spans_of([["one/kernel", "one/bias", "two/kernel"], ["head/kernel"]])
+    ('one to two (2 layers)', 'head')
+    """
+    names = (_span(list(dict.fromkeys(map(_layer_of, paths)))) for paths in parts)
+    return tuple(dict.fromkeys(names))
+
+
+def _span(layers: Sequence[str]) -> str:
+    if len(layers) == 1:
+        return layers[0]
+    return f"{layers[0]} to {layers[-1]} ({len(layers)} layers)"
 
 
 def _layer_of(path: str) -> str:

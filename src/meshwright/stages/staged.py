@@ -296,7 +296,7 @@ class Staged:
         """
         import jax
 
-        count, pieces = self.pipeline.micro_batches, self.placement.batch_shards
+        count = self.pipeline.micro_batches
         leaves, _ = leaves_of(batch)
         rows = leaves[0].shape[0]
         self.check_rows(batch)
@@ -383,7 +383,7 @@ def _segments(
 ) -> Segments:
     stages, faults = placement.mesh[pipeline.axis], list[str]()
     if pipeline.schedule not in ("gpipe", "1f1b"):
-        faults.append(f"schedule={pipeline.schedule!r} needs equal blocks; use schedule='1f1b'.")
+        faults.append(f"schedule={pipeline.schedule!r} needs stages of equal blocks; use '1f1b'.")
     beside = {axis for axis, size in placement.mesh.axes if size > 1}
     beside -= {pipeline.axis, *placement.batch_axes}
     if beside:

@@ -74,9 +74,9 @@ class StepOptions:
             return []
         if not isinstance(self.pipeline, (Pipeline, Branches)):
             return [f"pipeline must be a mw.Pipeline or mw.Branches; received {self.pipeline!r}."]
+        if isinstance(self.pipeline, Branches):
+            return self._branches_faults()
         faults = []
-        if isinstance(self.pipeline, Branches) and self.remat == "block":
-            faults.append("remat='block' is not supported with branches; leave it out.")
         if self.accumulate != 1:
             faults.append(
                 f"accumulate={self.accumulate!r} is not supported with a pipeline, which cuts each "
@@ -88,7 +88,7 @@ class StepOptions:
                 "mw.Pipeline(remat_stages=) says. Use 'block' to recompute one block at a time, or "
                 "'none'."
             )
-        elif self.remat == "block" and getattr(self.pipeline, "schedule", "") == "zero_bubble":
+        elif self.remat == "block" and self.pipeline.schedule == "zero_bubble":
             faults.append(
                 "remat='block' is not supported with schedule='zero_bubble', whose gradients of "
                 "weights would compute each block a third time. Use schedule='1f1b', or leave it "
@@ -99,6 +99,19 @@ class StepOptions:
         if self.local is not None:
             faults.append(f"local={self.local!r} is not supported with a pipeline; leave it out.")
         return faults
+
+    def _branches_faults(self) -> list[str]:
+        options = [
+            f"{name}={getattr(self, name)!r}"
+            for name in ("accumulate", "remat", "sums", "local")
+            if getattr(self, name) != getattr(PLAIN, name)
+        ]
+        if not options:
+            return []
+        return [
+            f"{', '.join(options)} {'is' if len(options) == 1 else 'are'} not supported with "
+            "branches, which take each batch whole, in one pass; leave it out."
+        ]
 
     @property
     def stage_axes(self) -> tuple[str, ...]:

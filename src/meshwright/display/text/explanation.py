@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ...stages.shares import StageShare
 
 STAGE_HEADINGS = ("stage", "has", "FLOPs", "weights and slots")
+_SHOWN = 3  # branches of a device
 _HEADINGS = ("variable", "dims", "layout", "bytes per device", "why")
 
 
@@ -33,14 +34,14 @@ def explanation_text(explanation: Explanation) -> Paragraphs:
     parts = [Line(head, "bold"), rule, body, rule, Line(foot, "bold")]
     if not explanation.stages:
         return paragraphs(*parts)
-    stages = Columns([STAGE_HEADINGS, *map(stage_row, explanation.stages)], right=(2, 3))
+    kind = explanation.stages[0].kind
+    stages = Columns(
+        [(kind, *STAGE_HEADINGS[1:]), *map(stage_row, explanation.stages)], right=(2, 3)
+    )
     ticks = explanation.ticks
     shares = [share.flops_share for share in explanation.stages]
     more = ("", tick_table_text(ticks, shares).parts) if ticks is not None else ()
-    kind = explanation.stages[0].kind
-    layers = Columns(
-        [("layer", "branches" if kind == "branches" else "stage"), *explanation.layers]
-    )
+    layers = Columns([("layer", kind), *explanation.layers])
     notes = [f"note: {note}" for note in explanation.notes]
     return paragraphs(*parts, "", stages, "", layers, *more, *(("", notes) if notes else ()))
 
@@ -52,6 +53,9 @@ def stage_row(share: StageShare) -> tuple[str, str, str, str]:
 
 
 def _has(share: StageShare) -> str:
+    if share.spans:
+        more = f" and {len(share.spans) - _SHOWN} more" * (len(share.spans) > _SHOWN)
+        return ", ".join(share.spans[:_SHOWN]) + more
     if not share.blocks:
         first, *_, last = (*share.params, *share.params) or ("no weights",) * 2
         return first if first == last else f"{first} to {last}"
