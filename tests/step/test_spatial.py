@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import meshwright as mw
+from meshwright import _compat
 from meshwright.step.halo import Halo, Window, halo
 from meshwright.step.spatial import guard, uneven_ops
 
@@ -347,6 +348,23 @@ def test_uneven_ops_name_the_layer_the_sizes_and_the_axis(two_by_four: mw.Mesh) 
     (op,) = uneven_ops(forward, (layout,), jax.ShapeDtypeStruct((8, 12, 8, 4), "float32"))
     assert (op.sizes, op.axes, op.pieces, op.dim) == ((6,), ("rows",), 4, 1)
     assert str(op).startswith("stem/reduce_window_max: dim 1 (size 6) does not divide")
+
+
+def test_within_a_program_a_guarded_loss_is_traced_once(
+    two_by_four: mw.Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of its own, as it takes outside of one, would be linearized and then traced again."""
+    calls = []
+    inlined = _compat.jit_inlined
+    monkeypatch.setattr(_compat, "jit_inlined", lambda f: calls.append(f) or inlined(f))
+    split = mw.Layout([None, "rows", None, None], two_by_four)
+    loss = guard(lambda k, x: total(conv(x, k)), (None, split))
+    kernel, x = kernel_of("full"), jax.device_put(images(8), split.sharding)
+    inside = jax.jit(jax.grad(loss))(kernel, x)
+    assert not calls
+    outside = jax.grad(loss)(kernel, x)
+    assert len(calls) == 1
+    np.testing.assert_allclose(inside, outside, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_layouts_on_no_mesh_are_refused() -> None:

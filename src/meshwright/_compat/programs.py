@@ -73,6 +73,21 @@ def jit_inlined(function: Callable[..., Any], **options: Any) -> Any:
     return jax.jit(function, inline=inline, **options)
 
 
+def is_staged() -> bool:
+    """Whether what is computed now becomes part of a program, instead of being run at once.
+
+    Within ``jax.jit`` and ``jax.make_jaxpr``, not within ``jax.grad`` alone. JAX has no public name
+    for it.
+    """
+    from jax._src import core
+    from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+
+    trace: Any = core.trace_ctx.trace
+    while trace is not None and not isinstance(trace, DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
+
+
 def is_inlined_late(eqn: Any) -> bool:
     """Whether it calls a function that is jitted with ``inline=True``: JAX 0.11 keeps the call
     until the program is lowered."""

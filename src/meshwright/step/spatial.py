@@ -102,8 +102,9 @@ def guard(function: Callable[..., Any], layouts: Layouts) -> Callable[..., Any]:
         closed, tree = _trace(function, args, kwargs)
         closed = lines.noted(closed)
         edited = _Edit(mesh).closed(closed, _follow(closed, layouts, args, kwargs))
-        # Inlined where it is traced; compiled as a whole, as a constraint must be, where it is not.
-        run = _compat.jit_inlined(jaxpr_as_fun(edited))
+        run = jaxpr_as_fun(edited)
+        if not _compat.is_staged():  # a constraint must be compiled with what it is within
+            run = _compat.jit_inlined(run)
         return jax.tree.unflatten(tree, run(*jax.tree.leaves((args, kwargs))))
 
     return safe
