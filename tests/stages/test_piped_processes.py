@@ -1,4 +1,4 @@
-"""A pipeline across processes: each stage in a process of its own, on one device's numbers."""
+"""Stages and branches across processes, each in one of its own: one device's numbers."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def test_stages_in_two_processes_have_the_numbers_of_one_device(capfd):
     ]
     assert len(results) == 2
     for errors in results:
-        assert set(errors) == {"1f1b", "zero_bubble"}
+        assert len(errors) == 6
         assert max(errors.values()) <= 5e-6, errors
