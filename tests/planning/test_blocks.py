@@ -69,6 +69,15 @@ def found(program, placement=DATA):
 # Recognised by structure
 
 
+def test_blocks_that_have_other_slots_are_not_made_fewer():
+    def labels(params):
+        return {**dict.fromkeys(params, "a"), "blocks": ["a", "n", *"aaaa"]}
+
+    ways = {"a": optax.adam(0.1), "n": optax.set_to_zero()}
+    some, reason = found(program(optimizer=optax.multi_transform(ways, labels)))
+    assert (some, reason) == (None, "some of its equal blocks have slots that others have not")
+
+
 def test_blocks_are_found_without_a_word_from_the_author():
     some, reason = found(program(named=False))
     assert reason == ""

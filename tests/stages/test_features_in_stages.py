@@ -199,6 +199,14 @@ def test_explain_refuses_a_batch_that_does_not_divide_into_micro_batches() -> No
         strategy.explain(model, (np.ones([12, 8], "float32"), np.ones([12, 8], "float32")))
 
 
+def test_a_dry_run_without_a_compiler_says_that_some_blocks_are_frozen() -> None:
+    pipeline, rows = mw.Pipeline("stage", 4), np.ones([16, 8], "float32")
+    mesh = mw.Mesh({"stage": 2, "data": 2})
+    strategy = mw.Sharded(mesh, batch="data", unmatched="replicate", pipeline=pipeline)
+    with pytest.raises(mw.TargetError, match="some of its equal blocks are frozen"):
+        mw.dry_run(partly_frozen(), (rows, rows), strategy=strategy, target="cpu:4", compile=False)
+
+
 class OwnStep(keras.Model):
     """A model with a step of its own."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -80,6 +81,8 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
     rows = [row for row in named if len(row) == repeats.run.count]  # the others are constants
     if not rows:
         return None, "equal blocks have no variables of their own"
+    if differ := _differ(program, rows):
+        return None, differ
     twins = _Twins.of(program, rows)
     if not twins.lie_alike(described.placed):
         return None, "equal blocks are laid out differently"
@@ -89,6 +92,17 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
         return replace(described, program=_shorter(program, twins, run, count))
 
     return Reduced(tuple(zip(*rows, strict=True)), _layers(loss.jaxpr, run), with_blocks), ""
+
+
+def _differ(program: Program, rows: Sequence[Paths]) -> str:
+    """Why blocks of equal equations do not train alike; empty where they do."""
+    trained = {info.path for info in program.params}
+    if any(len({path in trained for path in row}) > 1 for row in rows):
+        return "some of its equal blocks are frozen"
+    slots = Counter(info.owner for info in program.slots)
+    if any(len({slots[path] for path in row}) > 1 for row in rows):
+        return "some of its equal blocks have slots that others have not"
+    return ""
 
 
 def _shapes(tree: Any) -> Any:
