@@ -132,6 +132,17 @@ def test_an_id_that_a_table_lacks_fails_its_own_request(trained):
         assert server.answer({"user": [[19]]}).outputs
 
 
+def test_keys_that_the_model_also_computes_with_are_not_cut():
+    keys = keras.Input([1], dtype="int32", name="key")
+    rows = mw.ps.Embedding("hashed", 2, "hash")(keys)
+    joined = keras.layers.Concatenate()([rows[:, 0], keras.ops.cast(keys, "float32")])
+    model = keras.Model(keys, joined, name="both")
+    with mw.ParameterServer() as strategy, mw.Server(model, strategy, buckets=[2]) as server:
+        with pytest.raises(mw.RequestError, match="value 1099511627781 is outside"):
+            server.answer({"key": [[FAR + 5]]})
+        assert server.answer({"key": [[7]]}).outputs["output"][0, 2] == 7
+
+
 def test_beside_training_rows_are_the_newest(trained):
     x, y = data()
     with mw.ParameterServer() as strategy:

@@ -58,12 +58,13 @@ class TableInputs:
     """What the lookups of a model need beside its inputs.
 
     ``ids`` finds the ids of each lookup in the inputs of a batch. ``layers`` are the layers of the
-    tables by name.
+    tables by name. ``computed`` are the inputs, by number, that the model also computes with.
     """
 
     lookups: tuple[Lookup, ...]
     layers: Mapping[str, Any]
     ids: Callable[[list[Any]], list[Any]]
+    computed: frozenset[int]
 
     @classmethod
     def of(cls, program: Program, lookups: Any, inputs: Sequence[Any], tree: Any) -> TableInputs:
@@ -92,6 +93,10 @@ class TableInputs:
             names[:] = [name for name, _ in looked_up]
             return [ids for _, ids in looked_up]
 
+        def outputs(arrays: list[Any], params: Any, state: Any) -> Any:
+            with lookups.taking(lambda name, ids: no_rows(lookups.tables, name, ids)):
+                return predict(params, state, (jax.tree.unflatten(tree, arrays),))
+
         def zeros(infos: Any) -> Any:
             return {i.path: jax.numpy.zeros(i.dims, i.dtype) for i in infos}
 
@@ -112,13 +117,16 @@ class TableInputs:
             tuple(Lookup(tables[n], leaf) for n, leaf in zip(names, places, strict=True)),
             lookups.served,
             jax.jit(of_inputs),
+            _read_inputs(jax.make_jaxpr(outputs)(list(inputs), params, state), len(inputs)),
         )
 
     # The arrays that are added to those of a batch
 
     def specs(self, inputs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-        """The inputs as clients see them: keys of hash tables have 64 bits."""
+        """The inputs as clients see them: keys of hash tables have 64 bits, unless the model
+        computes with them, too, in a type that may have fewer."""
         keys = {lookup.leaf for lookup in self.lookups if lookup.table.rows is None}
+        keys -= self.computed
         return tuple(
             replace(spec, dtype="int64") if number in keys else spec
             for number, spec in enumerate(inputs)
@@ -220,6 +228,15 @@ class TableInputs:
             )
             for layer in self.layers.values()
         }
+
+
+def _read_inputs(jaxpr: Any, count: int) -> frozenset[int]:
+    """The first arguments, by number, that results depend on."""
+    from .. import _compat
+
+    jaxpr = _compat.without_dead_code(jaxpr)
+    read = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | {id(v) for v in jaxpr.outvars}
+    return frozenset(n for n, var in enumerate(jaxpr.invars[:count]) if id(var) in read)
 
 
 def _parts(table: Any, rows: Any, present: Any) -> list[Any]:
