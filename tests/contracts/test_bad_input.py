@@ -201,9 +201,9 @@ def test_a_misspelt_argument_of_the_strategy_is_an_error() -> None:
 
 def test_a_mesh_without_devices_says_how_to_get_them() -> None:
     abstract = mw.Sharded(mw.Mesh(MESH))
-    with pytest.raises(mw.TopologyError, match=r"abstract.*on\(create_mesh"), abstract.scope():
+    with pytest.raises(mw.TopologyError, match=r"abstract.*on\(mw\.create_mesh"), abstract.scope():
         pass
-    with pytest.raises(mw.TopologyError, match=r"abstract.*on\(create_mesh"):
+    with pytest.raises(mw.TopologyError, match=r"abstract.*on\(mw\.create_mesh"):
         abstract.place(sequential())
 
 

@@ -70,7 +70,7 @@ class Trainer:
         if self.placement.mesh.is_abstract:
             raise TopologyError(
                 f"training needs devices, and the mesh ({self.placement.mesh}) is abstract. Use "
-                f"placement.on(create_mesh({dict(self.placement.mesh.axes)!r}))."
+                f"placement.on(mw.create_mesh({dict(self.placement.mesh.axes)!r}))."
             )
 
     @functools.cached_property
