@@ -66,11 +66,12 @@ class BatchLayouts:
         import jax
 
         rows = self.placement.mesh.size
-        like = jax.tree.map(
-            lambda value: jax.ShapeDtypeStruct((rows, *value.shape[1:])[: value.ndim], "float32"),
-            batch,
-        )
-        return self._by(self.placement, like)
+
+        def like(value: Any) -> Any:
+            shape = (rows, *value.shape[1:]) if value.shape else ()
+            return jax.ShapeDtypeStruct(shape, "float32")
+
+        return self._by(self.placement, jax.tree.map(like, batch))
 
     def of_inputs(self, batch: Batch) -> list[Layout]:
         """The same of its inputs alone."""
