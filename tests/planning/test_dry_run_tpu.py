@@ -163,7 +163,7 @@ def test_the_time_of_a_loop_is_estimated_near_the_compilers(target, rows, how):
             program, batch, strategy=strategy, target=target, compile=compile
         ).step_time_s
 
-    assert step_s(compile=False) == pytest.approx(step_s(compile=True), rel=0.35)
+    assert step_s(compile=False) == pytest.approx(step_s(compile=True), rel=0.45)
 
 
 # Attention, of which a block holds far more inside than it hands on
