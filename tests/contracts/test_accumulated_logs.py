@@ -116,7 +116,7 @@ def test_scalars_in_a_batch_have_no_rows() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_random_key_in_a_batch_has_no_rows(count: int) -> None:
-    """Every micro-batch has its own, typed or of words, whoever takes the batch."""
+    """Each micro-batch of a step has its own key, typed or raw, in training, dry runs and plans."""
 
     def loss(params: Any, batch: Any) -> Any:
         return jnp.mean(batch["x"] * params["w"]) * jax.random.uniform(batch["key"])

@@ -312,6 +312,10 @@ def test_a_wrong_request_lists_every_fault() -> None:
     with serve(both, example) as server:
         with pytest.raises(mw.RequestError) as wrong:
             server.answer({"a": np.zeros([2, 4]), "c": [1]})
+        with pytest.raises(
+            mw.RequestError, match=r"by name, .*received ndarray\. Pass \{'a': rows"
+        ):
+            server.answer(np.zeros([2, 3]))
         with pytest.raises(mw.RequestError, match="'b' has dtype float64: expected int32"):
             server.answer({"a": rows(1), "b": [1.5]})
         with pytest.raises(mw.RequestError, match="differ in their rows"):

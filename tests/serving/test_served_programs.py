@@ -74,7 +74,7 @@ def test_params_are_served_and_a_newer_state_takes_their_place() -> None:
 
 
 def test_params_that_do_not_fit_are_refused_with_every_difference() -> None:
-    wrong = {"w1": np.zeros([4, 9]), "w2": np.zeros([8, 2]), "b": 1.0}
+    wrong = {"w1": np.zeros([4, 9]), "w2": np.zeros([8, 2], "complex64"), "b": 1.0}
     with pytest.raises(mw.ModelError) as refused:
         mw.Server(program(), params=wrong, example=X)
     assert str(refused.value).splitlines() == [
@@ -82,7 +82,10 @@ def test_params_that_do_not_fit_are_refused_with_every_difference() -> None:
         "  b1 is missing, of shape (8,)",
         "  b is unknown",
         "  w1 has shape (4, 9); the program has (4, 8)",
+        "  w2 has dtype complex64; the program has float32",
     ]
+    with pytest.raises(mw.ModelError, match=r"received 'runs/mlp'. Pass the folder .* checkpoint="):
+        mw.Server(program(), params="runs/mlp", example=X)
 
 
 def test_values_have_one_place(tmp_path: Any) -> None:

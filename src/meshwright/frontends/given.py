@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ModelError
@@ -29,6 +31,11 @@ def given_values(program: Program, params: Any) -> TrainState:
     meshwright.errors.ModelError: params= does not fit program 'program':
       w has shape (3,); the program has (2,)
     """
+    if isinstance(params, str | PathLike):
+        raise ModelError(
+            "params= must be a tree of arrays or the state of a Trainer; received "
+            f"{str(params)!r}. Pass the folder of a run as checkpoint=."
+        )
     if isinstance(params, TrainState):
         values = TrainState(dict(params.params), dict(params.state), {}, {})
     else:
@@ -55,15 +62,33 @@ def arrays_by_path(params: Any) -> Arrays:
 
 
 def _faults(values: Mapping[str, Any], infos: Iterable[ParamInfo]) -> list[str]:
+    infos = list(infos)
     dims = {info.path: tuple(info.dims) for info in infos}
+    dtypes = {info.path: info.dtype for info in infos}
     faults = [f"{path} is missing, of shape {dims[path]}" for path in dims if path not in values]
     faults += [f"{path} is unknown" for path in values if path not in dims]
     for path in (path for path in dims if path in values):
         value = values[path]
         if np.shape(value) != dims[path]:
             faults.append(f"{path} has shape {np.shape(value)}; the program has {dims[path]}")
+        elif not _holds(dtypes[path], value):
+            dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
+            faults.append(f"{path} has dtype {dtype}; the program has {dtypes[path]}")
         elif isinstance(value, jax.ShapeDtypeStruct):
             faults.append(f"{path} is a shape, without values")
         elif isinstance(value, jax.Array) and value.is_deleted():
             faults.append(f"{path} was donated to a later step: pass the state which that returned")
     return faults
+
+
+_KINDS = (np.bool_, np.integer, jnp.floating, np.complexfloating)  # each holds those before it
+
+
+def _holds(dtype: str, value: Any) -> bool:
+    """Whether a type has a place for such values: fractions have none among integers."""
+    own = getattr(value, "dtype", None)
+    own = np.asarray(value).dtype if own is None else own
+    if jnp.issubdtype(own, jax.dtypes.extended):
+        return True  # random keys
+    held = next((rank for rank, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
+    return any(jnp.issubdtype(own, kind) for kind in _KINDS[: held + 1])

@@ -62,6 +62,12 @@ def checked(
           input 'x' is missing: expected x float32[rows, 2]
           input 'y' is unknown; the inputs are x
     """
+    if not isinstance(inputs, Mapping):
+        expected = ", ".join(map(str, specs))
+        raise RequestError(
+            f"expected inputs by name, a mapping of {expected}; received {type(inputs).__name__}. "
+            f"Pass {{{specs[0].name!r}: rows}}."
+        )
     faults = list[str]()
     arrays = list[np.ndarray]()
     for spec in specs:
