@@ -96,7 +96,7 @@ class _Around:
     def assign(self, original: Any, variable: Any, value: Any) -> None:
         try:
             original(variable, value)
-        except AssertionError as error:  # JAX 0.11: device_put compares, and shows all values
+        except AssertionError as error:  # of device_put, which compares and shows all values
             if "is not the same on each process" not in str(error):
                 raise
         else:

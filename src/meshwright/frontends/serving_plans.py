@@ -15,7 +15,7 @@ from ..planning.dry_run import not_compiled
 from ..planning.goals import OWN, ServingGoal
 from ..planning.search.plan import Option, Plan, PlannedBatch, Reason, Serving
 from ..planning.search.planner import plan_step
-from ..planning.search.setting import OR_MEMORY
+from ..planning.search.setting import UnknownTimesError
 from ..planning.search.verification import DryRunOf, NoReport
 from ..planning.serving import ServingReport, serving_report
 from ..program import Program
@@ -92,8 +92,8 @@ def plan_serving(model: Any, inputs: Any, question: Question) -> tuple[Plan, For
             candidates.append(_Served(precision, forwards, _layouts(forwards, question)))
         except PlanError as error:
             faults[precision] = error
-        except TargetError as error:
-            raise TargetError(str(error).replace(OR_MEMORY, "")) from error
+        except UnknownTimesError as error:
+            raise TargetError(error.at_serving) from error
     if not candidates:
         raise PlanError(
             "\n".join(f"{_named(precision)}: {error}" for precision, error in faults.items())

@@ -58,9 +58,10 @@ def _moved_to(value: Any, sharding: Any) -> Any:
 
     if not isinstance(value, jax.Array):
         value = np.asarray(value)
-        # A copy, for on CPUs JAX may go on using the memory of NumPy's array.
-        piece = lambda index: np.array(value[index])  # noqa: E731
-        return jax.make_array_from_callback(value.shape, sharding, piece)
+        # Copies, for on CPUs JAX may go on using the memory of NumPy's array.
+        return jax.make_array_from_callback(
+            value.shape, sharding, lambda index: np.array(value[index])
+        )
     if not value.is_fully_addressable:
         with turn_on(sharding.device_set | value.sharding.device_set):
             return jax.block_until_ready(jax.jit(jax.numpy.copy, out_shardings=sharding)(value))

@@ -90,21 +90,28 @@ def within_stages(axes: Axes, stages: Axes, target: Target, hardware: Hardware) 
     )
 
 
-OR_MEMORY = ", or use objective='memory'"  # which is no way out where serving is planned
+class UnknownTimesError(TargetError):
+    """Times cannot be estimated; ``at_serving`` says so where serving is planned, which has no
+    objective beside them."""
+
+    def __init__(self, text: str, at_serving: str = "") -> None:
+        super().__init__(text)
+        self.at_serving = at_serving
 
 
 def require_times(setting: Setting, target: Target, hardware: Hardware) -> None:
-    """Raise :class:`~meshwright.TargetError` where times cannot be estimated."""
+    """Raise :class:`UnknownTimesError` where times cannot be estimated."""
     if setting.missing:
         measured = (
             f"hardware=mw.calibrate({str(target)!r})"
             if target.platform == "cpu"
             else ("hardware=mw.load_hardware(path), with a file of your own")
         )
-        raise TargetError(
+        text = (
             f"no {', '.join(setting.missing)} in the hardware table of {hardware.name}: step times "
-            f"cannot be estimated. Give {measured}{OR_MEMORY}."
+            f"cannot be estimated. Give {measured}"
         )
+        raise UnknownTimesError(f"{text}, or use objective='memory'.", f"{text}.")
 
 
 def _size(axes: Axes, mask: int) -> int:
