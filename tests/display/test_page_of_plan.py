@@ -68,7 +68,9 @@ def test_a_plan_has_the_name_of_its_model_and_says_how_sure_its_time_is():
     why = Reason("a.dim0 over model", ()), Reason("b.dim1 over model", ("saves 1 GiB",))
     visible = text(ElementTree.fromstring(a_plan(why=why).to_html()))
     assert "net" in visible
-    assert "by the planner's model; dry runs in the benchmarks: 13.4 ms to 22.4 ms" in visible
+    assert (
+        "by the planner's model; likely 13.4 ms to 22.4 ms (dry runs of the benchmarks)" in visible
+    )
     assert "a.dim0" not in visible  # it changes next to nothing
     assert "b.dim1 over model: saves 1 GiB" in visible
     assert "h100:8" in text(ElementTree.fromstring(a_plan(name="").to_html()))
@@ -78,8 +80,8 @@ def test_a_plan_has_the_name_of_its_model_and_says_how_sure_its_time_is():
 def test_a_dry_run_says_how_sure_its_time_is(is_analytic):
     seconds = replace(report().estimate, step_time_s=0.1)
     run = replace(report(), estimate=seconds, not_compiled="so it is" if is_analytic else "")
-    near = "dry runs in the benchmarks: 67 ms to 112 ms"
-    near = near if is_analytic else "measured in the benchmarks: 74 ms to 165 ms"
+    near = "likely 67 ms to 112 ms (dry runs of the benchmarks)"
+    near = near if is_analytic else "likely 74 ms to 165 ms (steps measured in the benchmarks)"
     assert f"estimated; {near}" in text(page(run))
     assert near in str(run)
 

@@ -64,18 +64,18 @@ def range_text(time_s: float, is_dry_run: bool, hardware: str, target: Target | 
     called as the kind of target is.
 
     >>> range_text(0.1, is_dry_run=False, hardware="h100", target="h100:8")
-    'dry runs in the benchmarks: 67 ms to 112 ms'
+    'likely 67 ms to 112 ms (dry runs of the benchmarks)'
     >>> range_text(0.1, is_dry_run=True, hardware="h100", target="h100:8")
-    'measured on an H100 and an H200, by published speeds: 90 ms to 220 ms'
+    'likely 90 ms to 220 ms (steps measured on an H100 and an H200)'
     """
     kind = str(target).partition(":")[0]
     if not is_dry_run:
-        who, (low, high) = "dry runs in the benchmarks", OF_THE_MODEL
+        source, (low, high) = "dry runs of the benchmarks", OF_THE_MODEL
     elif hardware == kind != "cpu":
-        who, (low, high) = "measured on an H100 and an H200, by published speeds", BY_PUBLISHED
+        source, (low, high) = "steps measured on an H100 and an H200", BY_PUBLISHED
     else:
-        who, (low, high) = "measured in the benchmarks", OF_DRY_RUNS
-    return f"{who}: {seconds_text(low * time_s)} to {seconds_text(high * time_s)}"
+        source, (low, high) = "steps measured in the benchmarks", OF_DRY_RUNS
+    return f"likely {seconds_text(low * time_s)} to {seconds_text(high * time_s)} ({source})"
 
 
 def time_figures(estimate: Estimate, is_dry_run: bool = True) -> list[Figure]:
