@@ -33,6 +33,19 @@ def test_the_page_of_results_is_that_of_its_files(monkeypatch: pytest.MonkeyPatc
     assert report.page_text() == (report.RESULTS / "README.md").read_text()
 
 
+def test_the_readme_has_the_ratios_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    plans = __import__("plans")
+    ratios = {name: plans.ratio(row, selective=True) for name, row in plans.kept_results().items()}
+    best, others = ratios.pop("gpt_13b_v5p"), ratios.values()
+    sizes = recorded(__import__("paper_sizes")).values()
+    estimated = [size["plan"]["step_time_s"] / size["paper"]["step_time_s"] for size in sizes]
+    text = " ".join((BENCHMARKS.parent / "README.md").read_text().split())
+    assert len(others) == 8 and f"takes {best:.2f} of the time" in text
+    assert f"{min(others):.2f} to {max(others):.2f} of it. Plans" in text
+    assert f"take {min(estimated):.2f} to {max(estimated):.2f} of it" in text
+
+
 SPEED = BENCHMARKS.parent / "docs" / "explanation" / "speed.md"
 TRAINED = {  # job: its peers, in the order of the page
     "mlp_8": ("hand_written", "keras_data_parallel", "tf_dtensor_right", "tf_dtensor"),
