@@ -18,11 +18,14 @@ from typing import Any
 
 os.environ["KERAS_BACKEND"] = "jax"
 
+import doc_tables
 from plan_models import gpt, ids
 from report import RESULTS, machine, names_on_command_line, save
 
 import meshwright as mw
 from meshwright.planning.search.plan import Option
+from meshwright.targets.hardware import hardware_of
+from meshwright.units import bytes_text, seconds_text
 
 
 @dataclass(frozen=True)
@@ -89,14 +92,53 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def main(names: Iterable[str]) -> None:
+def recorded() -> dict[str, dict[str, Any]]:
+    """The rows of the record by pair, in the order of ``PAIRS``."""
     path = RESULTS / "pipeline_wins.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    by_pair = {row["pair"]: row for row in rows}
+    return {name: by_pair[name] for name in PAIRS if name in by_pair}
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Compiled steps of each pair, as Markdown."""
+    heads = ("model, rows", "target", "best pipeline", "best without", "÷ pipeline", "chosen")
+    lines = [heads, ("---",) * len(heads), *(_cells(row) for row in rows.values())]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    limit = hardware_of(row["target"]).memory_bytes or 0
+    piped = _best([o for o in row["options"] if o["pipeline"]], limit)
+    plain = _best([o for o in row["options"] if not o["pipeline"]], limit)
+    ratio = row["without_over_pipeline"]
+    return (
+        f"width {row['width']:,}, {row['rows']} rows",
+        f"`{row['target']}`",
+        piped or "not compiled",
+        plain or "not compiled",
+        f"**{ratio:.2f}**" if ratio else "",
+        "pipeline" if row["chosen_is_pipeline"] else "none",
+    )
+
+
+def _best(options: list[dict[str, Any]], limit_bytes: int) -> str:
+    """The fastest that fits; where none does, the fastest, which says so."""
+    fits = [option for option in options if option["compiled_peak_bytes"] <= limit_bytes]
+    if not options:
+        return ""
+    best = min(fits or options, key=lambda option: option["compiled_s"])
+    text = f"{seconds_text(best['compiled_s'])}, {bytes_text(best['compiled_peak_bytes'])}"
+    return text if fits else f"{text}: does not fit"
+
+
+def main(names: Iterable[str]) -> None:
     for name in names:
         row = measure(name)
         print(json.dumps(row, indent=1), flush=True)
-        rows = [*(other for other in rows if other["pair"] != name), row]
+        rows = list((recorded() | {name: row}).values())
         save("pipeline_wins", {"rows": rows, "machine": machine()})
+    doc_tables.show("pipeline_wins.py", table(recorded()))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,15 @@ def test_the_page_shows_what_is_recorded(script: Any) -> None:
     assert tables.shown(f"{script.__name__}.py") == script.table(recorded(script))
 
 
+def test_the_page_shows_the_pairs_of_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    wins = __import__("pipeline_wins")
+    rows = wins.recorded()
+    assert __import__("doc_tables").shown("pipeline_wins.py") == wins.table(rows)
+    gains = [row["without_over_pipeline"] or 0.0 for row in rows.values()]
+    assert any(gain >= 1.1 for gain in gains)
+
+
 def test_the_page_of_results_is_that_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     report = __import__("report")
@@ -41,7 +50,8 @@ def test_the_readme_has_the_ratios_of_the_records(monkeypatch: pytest.MonkeyPatc
     sizes = recorded(__import__("paper_sizes")).values()
     estimated = [size["plan"]["step_time_s"] / size["paper"]["step_time_s"] for size in sizes]
     text = " ".join((BENCHMARKS.parent / "README.md").read_text().split())
-    assert len(others) == 8 and f"takes {best:.2f} of the time" in text
+    assert len(others) == 8
+    assert f"takes {best:.2f} of the time" in text
     assert f"{min(others):.2f} to {max(others):.2f} of it. Plans" in text
     assert f"take {min(estimated):.2f} to {max(estimated):.2f} of it" in text
 
