@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .primitives import CHECKPOINTS
+from .slices import variables
 
 Edit = Callable[[Any], Any]  # of an open jaxpr
 
@@ -54,10 +55,30 @@ def jaxprs_inside(eqn: Any) -> list[Any]:
 
 def count_uses(jaxpr: Any) -> Counter[Any]:
     """How often each variable is read, results included."""
-    from jax.extend.core import Literal
-
     read = [var for eqn in jaxpr.eqns for var in eqn.invars] + list(jaxpr.outvars)
-    return Counter(var for var in read if not isinstance(var, Literal))
+    return Counter(variables(read))
+
+
+def shapes_of(variables: Iterable[Any]) -> list[Any]:
+    """A ``jax.ShapeDtypeStruct`` for each variable, to trace a function of them with."""
+    import jax
+
+    avals = (var.aval for var in variables)
+    return [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False))
+        for a in avals
+    ]
+
+
+def call_of(function: Callable[..., Any], eqn: Any) -> Any:
+    """An equation that calls ``function`` in the place of another one.
+
+    It is traced rather than built, so that only public names of JAX are needed.
+    """
+    import jax
+
+    (call,) = jax.make_jaxpr(function)(*shapes_of(eqn.invars)).jaxpr.eqns
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
 def constraint_on(value: Any, mesh: Any, entries: Sequence[Any], like: Any) -> Any:
@@ -70,11 +91,8 @@ def constraint_on(value: Any, mesh: Any, entries: Sequence[Any], like: Any) -> A
     from jax.sharding import NamedSharding, PartitionSpec
 
     sharding = NamedSharding(mesh, PartitionSpec(*entries))
-    aval = value.aval
-    traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-    )
-    (eqn,) = traced.jaxpr.eqns
+    traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))
+    (eqn,) = traced(*shapes_of([value])).jaxpr.eqns
     return eqn.replace(invars=[value], source_info=like.source_info)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from .. import _compat
 from .edits import count_uses
+from .evaluation import evaluated
 from .links import How
 from .primitives import CHECKPOINTS, MOVES, SUMS, links_of
 
@@ -196,14 +197,7 @@ def scatter_parts(
 
 def _run(jaxpr: Any, consts: Any, args: Sequence[Any], places: set[int], pieces: Pieces) -> Any:
     """The results; those at ``places`` that are sums over rows come in parts."""
-    from jax.extend.core import Literal
-
-    in_place = _Plan(jaxpr, places, pieces)
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    for eqn in jaxpr.eqns:
-        values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-        env.update(zip(eqn.outvars, in_place.take(eqn, values), strict=True))
-    return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
+    return evaluated(jaxpr, consts, args, _Plan(jaxpr, places, pieces).take)
 
 
 class _Plan:

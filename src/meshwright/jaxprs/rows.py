@@ -16,6 +16,7 @@ from typing import Any
 from .. import _compat
 from .links import How, Link, Place
 from .primitives import OUTSIDE, inner_jaxprs, links_of, opened, shape_of
+from .slices import variables
 
 Dim = int | None  # the dim along which the large value goes on; None where both are equal
 
@@ -63,14 +64,12 @@ def _walk(small: Any, large: Any) -> list[Dim]:
 
 def _needed(jaxpr: Any) -> list[int]:
     """The numbers of the equations that the outputs depend on."""
-    from jax.extend.core import Literal
-
-    needs = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    needs = {*variables(jaxpr.outvars)}
     needed: list[int] = []
     for number in reversed(range(len(jaxpr.eqns))):
         eqn = jaxpr.eqns[number]
         if eqn.effects or not needs.isdisjoint(eqn.outvars):
-            needs.update(v for v in eqn.invars if not isinstance(v, Literal))
+            needs.update(variables(eqn.invars))
             needed.append(number)
     return needed[::-1]
 

@@ -8,9 +8,14 @@ from typing import Any
 Var = Any
 
 
+def is_literal(atom: Any) -> bool:
+    """Whether it is a value that is written into the jaxpr, and no variable."""
+    return hasattr(atom, "val")
+
+
 def variables(atoms: Iterable[Any]) -> list[Var]:
     """The atoms that are not literals."""
-    return [atom for atom in atoms if not hasattr(atom, "val")]
+    return [atom for atom in atoms if not is_literal(atom)]
 
 
 def reached(eqns: Iterable[Any], inputs: Iterable[Var]) -> set[Var]:

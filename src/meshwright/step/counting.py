@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import _compat
 from ..jaxprs.edits import count_uses
+from ..jaxprs.evaluation import Values, bound, read, take
+from ..jaxprs.slices import is_literal, reached, variables
 
 Counts = dict[str, Any]
 Count = Callable[[Counts, Any], tuple[Counts, Any]]
@@ -73,61 +74,36 @@ class _Sums:
             return None
         uses, old = count_uses(jaxpr), jaxpr.invars[:counts]
         makes = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        touched = set(old)
-        for eqn in jaxpr.eqns:
-            if not touched.isdisjoint(v for v in eqn.invars if _is_variable(v)):
-                touched.update(eqn.outvars)
+        touched = reached(jaxpr.eqns, old)
         additions = {}
         for before, after in zip(old, jaxpr.outvars[:counts], strict=True):
             if after is before:
                 continue
-            eqn = makes.get(after) if _is_variable(after) else None
+            eqn = None if is_literal(after) else makes.get(after)
             if eqn is None or eqn.primitive.name != "add" or uses[before] != 1:
                 return None
             others = [v for v in eqn.invars if v is not before]
-            if len(others) != 1 or (_is_variable(others[0]) and others[0] in touched):
+            if len(others) != 1 or not touched.isdisjoint(variables(others)):
                 return None
             additions[before] = eqn
         return cls(closed, counts, additions, touched)
 
     def added(self, batch: Sequence[Any]) -> list[Any]:
         """What one batch adds to each count that is added to."""
-        env = self._environment([None] * self.counts, batch)
+        env = self._bound([None] * self.counts, batch)
         untouched = [e for e in self.closed.eqns if self.touched.isdisjoint(e.outvars)]
-        read = _evaluate(untouched, env)
-        return [
-            read(next(v for v in eqn.invars if v is not before))
-            for before, eqn in self.additions.items()
-        ]
+        take(untouched, env)
+        additions = self.additions.items()
+        return read((next(v for v in eqn.invars if v is not old) for old, eqn in additions), env)
 
     def after(self, counts: Sequence[Any], added: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
         """All results after all batches, of which this is the last."""
-        env = self._environment(counts, batch)
+        env = self._bound(counts, batch)
         for (before, eqn), some in zip(self.additions.items(), added, strict=True):
             env[eqn.outvars[0]] = env[before] + some.sum(0, dtype=some.dtype)
         rest = [eqn for eqn in self.closed.eqns if eqn.outvars[0] not in env]
-        read = _evaluate(rest, env)
-        return [read(var) for var in self.closed.jaxpr.outvars]
+        take(rest, env)
+        return read(self.closed.jaxpr.outvars, env)
 
-    def _environment(self, counts: Sequence[Any], batch: Sequence[Any]) -> dict[Any, Any]:
-        jaxpr = self.closed.jaxpr
-        named = zip(jaxpr.invars, [*counts, *batch], strict=True)
-        return dict(zip(jaxpr.constvars, self.closed.consts, strict=True)) | dict(named)
-
-
-def _evaluate(eqns: Sequence[Any], env: dict[Any, Any]) -> Callable[[Any], Any]:
-    """Take equations one by one; returns what reads a variable or a literal."""
-
-    def read(atom: Any) -> Any:
-        return env[atom] if _is_variable(atom) else atom.val
-
-    for eqn in eqns:
-        outs = _compat.evaluate(eqn, [read(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return read
-
-
-def _is_variable(atom: Any) -> bool:
-    from jax.extend.core import Literal
-
-    return not isinstance(atom, Literal)
+    def _bound(self, counts: Sequence[Any], batch: Sequence[Any]) -> Values:
+        return bound(self.closed.jaxpr, self.closed.consts, [*counts, *batch])

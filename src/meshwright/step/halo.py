@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..jaxprs.edits import call_of
 from ..jaxprs.link_rows import conv_places
 from ..layouts.mesh import Mesh
 
@@ -84,35 +85,21 @@ def halo(window: Window, size: int, results: int, pieces: int) -> Halo | None:
 
 def conv_windows(eqn: Any) -> list[Window]:
     """The windows of a convolution, per spatial dim."""
-    params, kernel = eqn.params, eqn.invars[1].aval.shape
-    sizes = [kernel[j] for _, j, _ in conv_places(params["dimension_numbers"])]
-    return [
-        Window(*fields)
-        for fields in zip(
-            sizes,
-            params["window_strides"],
-            map(tuple, params["padding"]),
-            params["lhs_dilation"],
-            params["rhs_dilation"],
-            strict=True,
-        )
-    ]
+    places = conv_places(eqn.params["dimension_numbers"])
+    sizes = [eqn.invars[1].aval.shape[j] for _, j, _ in places]
+    return _windows(eqn.params, sizes, "lhs_dilation", "rhs_dilation")
 
 
 def pool_windows(eqn: Any) -> list[Window]:
     """The windows of a pooling operation, per dim."""
-    params = eqn.params
-    return [
-        Window(*fields)
-        for fields in zip(
-            params["window_dimensions"],
-            params["window_strides"],
-            map(tuple, params["padding"]),
-            params["base_dilation"],
-            params["window_dilation"],
-            strict=True,
-        )
-    ]
+    sizes = eqn.params["window_dimensions"]
+    return _windows(eqn.params, sizes, "base_dilation", "window_dilation")
+
+
+def _windows(params: Any, sizes: Sequence[int], base: str, dilation: str) -> list[Window]:
+    padding = map(tuple, params["padding"])
+    columns = sizes, params["window_strides"], padding, params[base], params[dilation]
+    return [Window(*fields) for fields in zip(*columns, strict=True)]
 
 
 def split_conv(
@@ -278,6 +265,4 @@ def _sharded(eqn: Any, mesh: Mesh, local: Callable[..., Any], specs: Sequence[An
     sharded = jax.shard_map(
         local, mesh=mesh.jax_mesh, in_specs=tuple(specs[:-1]), out_specs=specs[-1]
     )
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    (new,) = jax.make_jaxpr(sharded)(*avals).jaxpr.eqns
-    return new.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+    return call_of(sharded, eqn)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .. import _compat
+from ..jaxprs.edits import call_of, shapes_of
 from ..jaxprs.slices import variables
 from ..layouts.layout import Layout
 from ..layouts.zero import share_out
@@ -183,12 +184,8 @@ def _number(eqn: Any) -> int:
 
 def _gather(eqn: Any, piece: Var, slices: Slices) -> Any:
     """An equation that gathers a layer in the place of one that takes it."""
-    import jax
-
     whole, shared = stacked(slices.whole).sharding, stacked(slices.piece).sharding
-    shape = jax.ShapeDtypeStruct(piece.aval.shape, piece.aval.dtype)
-    (call,) = jax.make_jaxpr(lambda value: gathered(value, whole, shared))(shape).jaxpr.eqns
-    return call.replace(invars=[piece], outvars=eqn.outvars, source_info=eqn.source_info)
+    return call_of(lambda value: gathered(value, whole, shared), eqn.replace(invars=[piece]))
 
 
 def _param_of(var: Var, made_by: Mapping[Var, Any]) -> Var | None:
@@ -288,9 +285,6 @@ def _gathering(closed: Any, slots: Mapping[int, Slices], policy: Callable[..., A
         ]
         return jaxpr_as_fun(closed)(*values)
 
-    shapes = [
-        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
-        for var in closed.jaxpr.invars
-    ]
+    shapes = shapes_of(closed.jaxpr.invars)
     kept = step if policy is None else jax.checkpoint(step, policy=policy, prevent_cse=False)
     return jax.make_jaxpr(kept)(*shapes)

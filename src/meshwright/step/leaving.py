@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .. import _compat
+from ..jaxprs.evaluation import bound, read, take
 from ..jaxprs.primitives import CHECKPOINTS, MOVES
+from ..jaxprs.slices import variables
 from ..program import Arrays, Aux, Batch, TrainState
 from .gradient import Gradient
 
@@ -50,17 +51,16 @@ def _run(closed: Any, args: list[Any], summed: set[Any]) -> list[Any]:
     import jax
 
     jaxpr = closed.jaxpr
+    env = bound(jaxpr, closed.consts, args)
     blocks = [eqn for eqn in jaxpr.eqns if _is_backward(eqn)]
     free = _come_from(jaxpr, summed)
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
     for eqn in jaxpr.eqns:
-        values = _compat.evaluate(eqn, [_value(atom, env) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, values, strict=True))
+        take([eqn], env)
         waiting = [var for var in eqn.outvars if var not in free]
         if len(blocks) > 1 and len(waiting) > 1 and _is_backward(eqn):
             together = jax.lax.optimization_barrier([env[var] for var in waiting])
             env.update(zip(waiting, together, strict=True))
-    return [_value(atom, env) for atom in jaxpr.outvars]
+    return read(jaxpr.outvars, env)
 
 
 def _is_backward(eqn: Any) -> bool:
@@ -79,9 +79,5 @@ def _come_from(jaxpr: Any, results: Iterable[Any]) -> set[Any]:
             continue
         seen.add(var)
         if eqn.primitive.name in _BETWEEN:
-            waiting += [atom for atom in eqn.invars if not hasattr(atom, "val")]
+            waiting += variables(eqn.invars)
     return seen
-
-
-def _value(atom: Any, env: dict[Any, Any]) -> Any:
-    return atom.val if hasattr(atom, "val") else env[atom]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import _compat
+from ..jaxprs.evaluation import evaluated
 from ..jaxprs.primitives import CONTROL_FLOW, inner_jaxprs, opened
 from ..program import Arrays, Batch, Logs, Program, Step, TrainState
 
@@ -109,29 +110,28 @@ def first_operation(function: Callable[..., Any], *args: Any) -> str:
     import jax
 
     closed = jax.make_jaxpr(function)(*args)
-    return _run(closed.jaxpr, closed.consts, jax.tree.leaves(args))[1]
+    try:
+        evaluated(closed.jaxpr, closed.consts, jax.tree.leaves(args), _checked)
+    except _BeginsHereError as fault:
+        return str(fault)
+    return ""
 
 
-def _run(jaxpr: Any, consts: Any, args: Any) -> tuple[list[Any], str]:
-    """Take the operations one by one, those inside of calls too, until one is at fault."""
-    from jax.extend.core import Literal
+class _BeginsHereError(Exception):
+    """An operation made something that is not finite of finite numbers; says which."""
 
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    for eqn in jaxpr.eqns:
-        values = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-        inner = inner_jaxprs(eqn)
-        if len(inner) == 1 and eqn.primitive.name not in CONTROL_FLOW:
-            ((called,),) = inner.values()
-            outs, fault = _run(opened(called), getattr(called, "consts", ()), values)
-            if fault:
-                return [], fault
-        else:
-            outs = _compat.evaluate(eqn, values)
-            if any(map(_is_bad, outs)) and not any(map(_is_bad, values)):
-                scope = _compat.name_scope(eqn)
-                return [], eqn.primitive.name + (f" in {scope}" if scope else "")
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars], ""
+
+def _checked(eqn: Any, operands: list[Any]) -> list[Any]:
+    """The results of one operation; those inside of a call are taken, and checked, one by one."""
+    inner = inner_jaxprs(eqn)
+    if len(inner) == 1 and eqn.primitive.name not in CONTROL_FLOW:
+        ((called,),) = inner.values()
+        return evaluated(opened(called), getattr(called, "consts", ()), operands, _checked)
+    results = _compat.evaluate(eqn, operands)
+    if any(map(_is_bad, results)) and not any(map(_is_bad, operands)):
+        scope = _compat.name_scope(eqn)
+        raise _BeginsHereError(eqn.primitive.name + (f" in {scope}" if scope else ""))
+    return results
 
 
 def _finite(tree: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _compat
+from ..jaxprs.edits import call_of
 from ..jaxprs.primitives import CHECKPOINTS
 
 
@@ -31,11 +32,4 @@ def _apart(eqn: Any) -> Any:
 
     unit = jax.custom_vjp(run)
     unit.defvjp(lambda *args: jax.vjp(run, *args), lambda pull, gradients: pull(gradients))
-    shapes = [
-        jax.ShapeDtypeStruct(
-            v.aval.shape, v.aval.dtype, weak_type=getattr(v.aval, "weak_type", False)
-        )
-        for v in eqn.invars
-    ]
-    (call,) = jax.make_jaxpr(unit)(*shapes).jaxpr.eqns
-    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+    return call_of(unit, eqn)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..jaxprs.edits import call_of
+
 
 def pooled_by_comparison(jaxpr: Any) -> Any:
     """The jaxpr with such gradients taken by comparison.
@@ -51,11 +53,7 @@ def _compared(eqn: Any) -> Any:
     def pooling_gradient(source: Any, operand: Any) -> Any:
         return _by_comparison(source, operand, window)
 
-    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
-    (call,) = jax.make_jaxpr(jax.jit(pooling_gradient))(*avals).jaxpr.eqns
-    return call.replace(
-        invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx
-    )
+    return call_of(jax.jit(pooling_gradient), eqn).replace(ctx=eqn.ctx)
 
 
 def _by_comparison(source: Any, operand: Any, window: tuple[int, ...]) -> Any:

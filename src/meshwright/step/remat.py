@@ -22,6 +22,7 @@ from typing import Any
 
 from .. import _compat
 from ..jaxprs.blocks import BLOCK, has_blocks, has_marks, has_turns, is_mark
+from ..jaxprs.edits import shapes_of
 from ..jaxprs.flops import equation_flops
 from ..jaxprs.slices import variables
 from ..program import Arrays, Aux, Batch, Program, TrainState
@@ -101,9 +102,7 @@ def _mark_of(var: Any) -> Any:
     """The equation that marks a variable."""
     import jax
 
-    aval = var.aval
-    shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-    (mark,) = jax.make_jaxpr(block_output)(shape).jaxpr.eqns
+    (mark,) = jax.make_jaxpr(block_output)(*shapes_of([var])).jaxpr.eqns
     return mark.replace(invars=[var])
 
 

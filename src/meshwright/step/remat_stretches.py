@@ -14,7 +14,15 @@ from types import MappingProxyType
 from typing import Any
 
 from .. import _compat
-from ..jaxprs.edits import Edit, equations, jaxprs_inside, throughout, unchanged
+from ..jaxprs.edits import (
+    Edit,
+    equations,
+    jaxprs_inside,
+    shapes_of,
+    throughout,
+    unchanged,
+)
+from ..jaxprs.evaluation import bound, read, take
 from ..jaxprs.flops import equation_flops
 from ..jaxprs.primitives import CONTROL_FLOW
 from ..jaxprs.slices import variables
@@ -145,7 +153,7 @@ def evaluated(
 ) -> list[Any]:
     """The results for these constants and arguments, and ``pieces`` that are read besides."""
     jaxpr = traced.jaxpr
-    env = {**dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True)), **pieces}
+    env = {**bound(jaxpr, values, ()), **pieces}
     at = 0
     for stretch in stretches:
         _plainly(traced, traced.rest[at : stretch.start], env)
@@ -161,7 +169,7 @@ def evaluated(
         at = stretch.end
     _plainly(traced, traced.rest[at:], env)
     _make_early(traced.before(variables(jaxpr.outvars)), env)
-    return [_value(atom, env) for atom in jaxpr.outvars]
+    return read(jaxpr.outvars, env)
 
 
 def gathered(value: Any, whole: Any, shared: Any) -> Any:
@@ -223,21 +231,11 @@ def _is_cheap(eqn: Any) -> bool:
 def _plainly(traced: Equations, eqns: Sequence[Any], env: dict[Var, Any]) -> None:
     for eqn in eqns:
         _make_early(traced.before(variables(eqn.invars)), env)
-        _run([eqn], env)
+        take([eqn], env)
 
 
 def _make_early(eqns: Sequence[Any], env: dict[Var, Any]) -> None:
-    _run([eqn for eqn in eqns if any(var not in env for var in eqn.outvars)], env)
-
-
-def _run(eqns: Iterable[Any], env: dict[Var, Any]) -> None:
-    for eqn in eqns:
-        values = _compat.evaluate(eqn, [_value(atom, env) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, values, strict=True))
-
-
-def _value(atom: Any, env: dict[Var, Any]) -> Any:
-    return atom.val if hasattr(atom, "val") else env[atom]
+    take([eqn for eqn in eqns if any(var not in env for var in eqn.outvars)], env)
 
 
 def _by_itself(
@@ -257,7 +255,7 @@ def _by_itself(
         if stretch.in_turn:
             _in_turn(traced, early, here)
         _make(early, read, here)
-        _run(eqns, here)
+        take(eqns, here)
         return [here[var] for var in results]
 
     checkpointed = jax.checkpoint(part, policy=stretch.policy, prevent_cse=not stretch.in_loop)
@@ -273,10 +271,7 @@ def _cut_inside(eqn: Any, cut: Cut) -> Any:
     traced = Equations(closed.jaxpr, ())
     in_loop = eqn.primitive.name == "scan"
     stretches = [replace(stretch, in_loop=in_loop) for stretch in cut(traced)]
-    shapes = [
-        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
-        for var in closed.jaxpr.invars
-    ]
+    shapes = shapes_of(closed.jaxpr.invars)
     changed = jax.make_jaxpr(lambda *args: evaluated(traced, stretches, [*closed.consts, *args]))
     return eqn.replace(params={**eqn.params, "jaxpr": changed(*shapes)})
 
@@ -368,7 +363,7 @@ def _make(early: Sequence[Any], read: Sequence[Var], here: dict[Var, Any]) -> No
     for eqn in early:
         if not gathered.isdisjoint(variables(eqn.invars)):
             gathered.update(eqn.outvars)
-    _run([eqn for eqn in early if gathered.isdisjoint(eqn.outvars)], here)
+    take([eqn for eqn in early if gathered.isdisjoint(eqn.outvars)], here)
     rest = [eqn for eqn in early if not gathered.isdisjoint(eqn.outvars)]
     if not rest:
         return
@@ -376,7 +371,7 @@ def _make(early: Sequence[Any], read: Sequence[Var], here: dict[Var, Any]) -> No
 
     def make(*values: Any) -> list[Any]:
         inner = dict(zip(inputs, values, strict=True))
-        _run(rest, inner)
+        take(rest, inner)
         return [inner[var] for var in outputs]
 
     unit = jax.custom_vjp(make)
