@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..jaxprs.scopes import layer_of, phase_of
+from ..jaxprs.scopes import layer_of, parts, phase_of
 from .text import Computation, Instruction, Module
 
 _MOVES = (
@@ -56,29 +56,16 @@ def origins_of(op_name: str) -> tuple[Origin, ...]:
 
 def _spread(op_name: str) -> list[str]:
     """The names that XLA has merged into one."""
-    scopes = _split(op_name, "/")
+    scopes = parts(op_name)
     for place, scope in enumerate(scopes):
         if scope.startswith("(") and scope.endswith(")"):
-            parts = _split(scope[1:-1], ":")
             around = ["/".join(scopes[:place]), "/".join(scopes[place + 1 :])]
             return [
                 name
-                for part in parts
+                for part in parts(scope[1:-1], ":")
                 for name in _spread("/".join(filter(None, [around[0], part, around[1]])))
             ]
     return [op_name]
-
-
-def _split(text: str, sign: str) -> list[str]:
-    """The parts between those signs that stand outside of brackets."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == sign and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
 
 
 class Sources:

@@ -42,12 +42,12 @@ def phase_of(path: str) -> str:
     return "forward" if "jvp(" in path else "other"
 
 
-def parts(path: str) -> list[str]:
-    """The parts between slashes that stand outside of brackets."""
+def parts(path: str, sign: str = "/") -> list[str]:
+    """The parts between slashes, or other signs, that stand outside of brackets."""
     pieces, depth = [""], 0
     for letter in path:
         depth += (letter == "(") - (letter == ")")
-        if letter == "/" and depth == 0:
+        if letter == sign and depth == 0:
             pieces.append("")
         else:
             pieces[-1] += letter
