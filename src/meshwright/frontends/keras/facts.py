@@ -31,9 +31,8 @@ def fit_facts(
     saver: Saver,
 ) -> dict[str, str]:
     """Mesh, layouts and options, the model as Keras describes it, the data and the seeds."""
-    facts = {
-        "mesh": repr(strategy.mesh),
-        "strategy": fields_text(strategy.placement),
+    return {
+        **_placement_facts(strategy),
         "options": fields_text(strategy.how),
         "batch size": str(data.batch_size),
         "steps per epoch": str(data.steps),
@@ -42,35 +41,37 @@ def fit_facts(
         "checkpoint": str(saver.checkpoints.directory) if saver.checkpoints else "none",
         **_model_facts(model),
         **seed_facts({"keras": _compat.global_seed()}),
+        **_data_facts(data, validation.data),
     }
-    if isinstance(data.x, ShardedRows | OwnBatches):
-        facts["data x"] = repr(data.x)
-    elif not isinstance(data.x, LocalRows):
-        facts |= _data_facts(data)
-        validated = arrays_text(validation.data)
-        facts |= {} if validated is None else {"validation data": validated}
-    return facts
 
 
 def pass_facts(strategy: Sharded, model: keras.Model, data: Data) -> dict[str, str]:
     """What ``evaluate`` or ``predict`` is about to do."""
-    facts = {
-        "mesh": repr(strategy.mesh),
-        "strategy": fields_text(strategy.placement),
+    return {
+        **_placement_facts(strategy),
         "batch size": str(data.batch_size),
         "steps": str(data.steps),
         **_model_facts(model),
+        **_data_facts(data),
     }
+
+
+def _placement_facts(strategy: Sharded) -> dict[str, str]:
+    return {"mesh": repr(strategy.mesh), "strategy": fields_text(strategy.placement)}
+
+
+def _data_facts(data: Data, validation: Any = None) -> dict[str, str]:
+    """The arrays that all processes read; rows of this process's own are not compared."""
     if isinstance(data.x, ShardedRows | OwnBatches):
-        facts["data x"] = repr(data.x)
-    elif not isinstance(data.x, LocalRows):
-        facts |= _data_facts(data)
-    return facts
-
-
-def _data_facts(data: Data) -> dict[str, str]:
-    parts = {"x": data.x, "y": data.y, "sample_weight": data.sample_weight}
-    texts = {f"data {name}": arrays_text(part) for name, part in parts.items()}
+        return {"data x": repr(data.x)}
+    if isinstance(data.x, LocalRows):
+        return {}
+    texts = {
+        "data x": arrays_text(data.x),
+        "data y": arrays_text(data.y),
+        "data sample_weight": arrays_text(data.sample_weight),
+        "validation data": arrays_text(validation),
+    }
     return {name: text for name, text in texts.items() if text is not None}
 
 
