@@ -15,7 +15,8 @@ from ..layouts.dim_names import DimNames, dims
 from ..layouts.dim_rules import text_of
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
-from ..named.array import NamedArray, named
+from ..named.array import named
+from ..named.operation import is_named
 from ..named.rules import bound, no_rules, rules
 from ..program import Program
 from .extras import Extras
@@ -111,17 +112,13 @@ def _context(infos: tuple[ParamInfo, ...], placement: Placement, whole: bool) ->
         yield
 
 
-def _is_named(node: Any) -> bool:
-    return isinstance(node, NamedArray)
-
-
 def _named_tree(tree: Any) -> Tree:
-    return Tree(tree, _is_named, _names_of)
+    return Tree(tree, is_named, _names_of)
 
 
 def _names_of(node: Any) -> DimNames | None:
     """The names of an array's dims; none where an optimizer has made another array of it."""
-    if not _is_named(node):
+    if not is_named(node):
         return None
     dims = node._dims
     if tuple(dim.size for dim in dims) != tuple(node.array.shape):
@@ -140,7 +137,7 @@ def _batch_names(batch: Any) -> Any:
 
 def _with_names(batch: Any, names: Any) -> Any:
     """The batch with its arrays named. Raises :class:`DimError` if it is not like the names."""
-    arrays, tree = jax.tree.flatten(batch, is_leaf=_is_named)
+    arrays, tree = jax.tree.flatten(batch, is_leaf=is_named)
     if tree != jax.tree.structure(names):
         raise DimError(
             f"a batch has arrays {_keys(batch)}, and batch= of named_program names "
@@ -149,14 +146,14 @@ def _with_names(batch: Any, names: Any) -> Any:
     return jax.tree.unflatten(
         tree,
         [
-            named(array, dim_names.of(array.array.shape if _is_named(array) else array.shape))
+            named(array, dim_names.of(array.array.shape if is_named(array) else array.shape))
             for array, dim_names in zip(arrays, jax.tree.leaves(names), strict=True)
         ],
     )
 
 
 def _keys(tree: Any) -> str:
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_named)
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
     return ", ".join(
         repr(jax.tree_util.keystr(path, simple=True, separator="/")) for path, _ in paths
     )
@@ -164,7 +161,7 @@ def _keys(tree: Any) -> str:
 
 def _scalar(value: Any, what: str) -> Any:
     """A bare scalar. Raises :class:`ModelError` for a named array with dims."""
-    if not _is_named(value):
+    if not is_named(value):
         return value
     if value.dims:
         raise ModelError(

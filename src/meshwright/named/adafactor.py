@@ -17,7 +17,7 @@ from ..errors import DimError, ModelError
 from ..layouts.dim_rules import Dim, Dims, text_of
 from .array import NamedArray
 from .elementwise import cast, maximum, rsqrt, sqrt, square
-from .operation import operation
+from .operation import is_named, operation
 from .reductions import reduce_mean
 
 Tree = Any  # a tree of named arrays
@@ -240,13 +240,9 @@ def _zeros(dims: Dims) -> NamedArray:
     return NamedArray(jnp.zeros([dim.size for dim in dims], jnp.float32), dims)
 
 
-def _is_named(node: Any) -> bool:
-    return isinstance(node, NamedArray)
-
-
 def _leaves(params: Tree) -> tuple[list[NamedArray], Any]:
-    with_paths, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_named)
-    bare = [jax.tree_util.keystr(path) for path, leaf in with_paths if not _is_named(leaf)]
+    with_paths, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_named)
+    bare = [jax.tree_util.keystr(path) for path, leaf in with_paths if not is_named(leaf)]
     if bare:
         raise DimError(
             f"adafactor takes named arrays; these parameters have no names for their dims: "

@@ -250,9 +250,14 @@ def as_named(x: Any) -> NamedArray:
     return NamedArray(array, ())
 
 
+def name_of(dim: str | Dim) -> str:
+    """The name of a dim that may come with its size."""
+    return dim.name if isinstance(dim, Dim) else dim
+
+
 def find(dims: Sequence[Dim], name: str | Dim) -> Dim:
     """The dim of this name, and size if one is given. Raises :class:`DimError` if there is none."""
-    label = name.name if isinstance(name, Dim) else name
+    label = name_of(name)
     for dim in dims:
         if dim.name == label:
             if isinstance(name, Dim) and name.size != dim.size:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import DimError
 from ..layouts.dim_rules import Dim, Dims, text_of
-from .array import NamedArray, as_named, find, position, spread
+from .array import NamedArray, as_named, find, name_of, position, spread
 from .operation import operation
 from .pieces import held_whole, split_of
 from .placing import place
@@ -34,7 +34,7 @@ def concat(xs: Sequence[Any], dim: str | Dim, *, name: str | None = None) -> Nam
     {'batch': 2, 'length': 6}
     """
     arrays = _several(xs, "concat")
-    along = dim.name if isinstance(dim, Dim) else dim
+    along = name_of(dim)
     for x in arrays:
         find(x.dims, along)
     _check_alike([[d for d in x.dims if d.name != along] for x in arrays], arrays, "concat")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..errors import DimError, ModelError
 from ..layouts.dim_rules import Dim, as_dims, text_of
-from .array import NamedArray, as_named, find, lay_out, position, spread, union
+from .array import NamedArray, as_named, find, lay_out, name_of, position, spread, union
 from .operation import callback, is_named, operation
 from .pieces import held_whole
 from .rules import in_force, under
@@ -159,7 +159,7 @@ def _vmap(function: Callable[..., Any], dim: str | Dim, args: Any, options: Any)
 
 
 def _mapped_dim(arrays: list[NamedArray], dim: str | Dim) -> Dim:
-    name = dim.name if isinstance(dim, Dim) else dim
+    name = name_of(dim)
     for candidate in union(*(x.dims for x in arrays), what="vmap"):
         if candidate.name == name:
             return find([candidate], dim)
@@ -171,7 +171,7 @@ def _scanned_dim(xs: Any, dim: str | Dim) -> Dim:
     leaves, _ = jax.tree_util.tree_flatten_with_path(xs, is_leaf=is_named)
     if not leaves:
         return _with_size(dim)
-    name = dim.name if isinstance(dim, Dim) else dim
+    name = name_of(dim)
     lack = [
         f"xs{jax.tree_util.keystr(path)} [{text_of(x.dims)}]"
         for path, x in leaves

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..errors import DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
-from .array import NamedArray, as_named, find, spread, union
+from .array import NamedArray, as_named, find, name_of, spread, union
 from .operation import operation
 from .reductions import dims_among, dims_over
 
@@ -59,10 +59,10 @@ def rename(x: Any, names: str | Dim | Mapping[str, str], new: str | None = None)
     if not isinstance(names, Mapping):
         if new is None:
             raise DimError(
-                f"rename: no new name for {_name(names)!r}; write rename(x, 'old', 'new') or "
+                f"rename: no new name for {name_of(names)!r}; write rename(x, 'old', 'new') or "
                 "rename(x, {'old': 'new'})."
             )
-        names = {_name(names): new}
+        names = {name_of(names): new}
     elif new is not None:
         raise DimError("rename: give a mapping, or an old and a new name, but not both.")
     for name in names:
@@ -160,7 +160,3 @@ def _reshaped(x: NamedArray, dims: Dims) -> NamedArray:
 
 def _replaced(dims: Iterable[Dim], old: Dim, new: Dims) -> Dims:
     return tuple(new_dim for dim in dims for new_dim in (new if dim == old else (dim,)))
-
-
-def _name(dim: str | Dim) -> str:
-    return dim.name if isinstance(dim, Dim) else dim

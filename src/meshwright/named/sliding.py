@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import DimError
 from ..layouts.dim_rules import Dim, Dims, pairs_of, text_of
-from .array import NamedArray, as_named, find, position, union
+from .array import NamedArray, as_named, find, name_of, position, union
 from .reductions import Over, names_in
 from .rules import BoundRules, in_force
 from .windowed import (
@@ -110,16 +110,12 @@ def window_pairs(windows: Windows) -> tuple[tuple[str, str], ...]:
         return tuple(pairs_of(windows, "h:fh"))
     pairs: Any = windows.items() if isinstance(windows, Mapping) else windows
     try:
-        return tuple((_name(dim), _name(tap)) for dim, tap in pairs)
+        return tuple((name_of(dim), name_of(tap)) for dim, tap in pairs)
     except (TypeError, ValueError):
         raise DimError(
             f"windows={windows!r} does not say which dim of the kernel moves along which dim of x: "
             "give 'h:fh w:fw', or pairs of names."
         ) from None
-
-
-def _name(dim: str | Dim) -> str:
-    return dim.name if isinstance(dim, Dim) else dim
 
 
 def _check_names(x: Dims, kernel: Dims, pairs: Sequence[tuple[str, str]], what: str) -> None:
@@ -158,7 +154,7 @@ def _channels(x: Dims, kernel: Dims, reduce: Over, what: str) -> tuple[list[Dim]
                 "reduce=()."
             )
         return shared, []
-    names = [_name(dim) for dim in names_in(reduce)]
+    names = [name_of(dim) for dim in names_in(reduce)]
     if absent := [name for name in names if name not in _names(shared)]:
         raise DimError(
             f"{what}: reduce= names {', '.join(map(repr, absent))}, which x [{text_of(x)}] and "

@@ -125,6 +125,13 @@ def in_dtype(x: NamedArray, dtype: Any) -> NamedArray:
 
 
 @operation
+def filled(dims: DimsLike, value: float, dtype: Any = None) -> NamedArray:
+    """An array that holds one value, of its own type or of this one."""
+    dims = as_dims(dims)
+    return NamedArray(jnp.full([dim.size for dim in dims], value, dtype), dims)
+
+
+@operation
 def zeros(dims: DimsLike) -> NamedArray:
     dims = as_dims(dims)
     return NamedArray(jnp.zeros([dim.size for dim in dims], jnp.float32), dims)

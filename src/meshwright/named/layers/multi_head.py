@@ -20,7 +20,7 @@ from ..windowed import Numbers, counts
 from .attention import Talking, attend, attend_locally
 from .dense import dense, dense_together
 from .initialisers import SCALED, Initialiser
-from .layer import Params, as_dim, under_rules
+from .layer import Params, as_dim, filled, under_rules
 from .positions import rotated
 
 Cache = dict[str, NamedArray]  # the keys and values of a memory
@@ -252,7 +252,7 @@ class Attention:
     def empty(self, batch: DimsLike, length: int, dtype: Any = jnp.float32) -> Cache:
         """Room for the keys and values of ``length`` positions, for :meth:`step`."""
         heads, d_kv = self._per_key[:-1], self._per_key[-1]
-        room = _room((*as_dims(batch), *heads, Dim(self.memory, length), d_kv), dtype)
+        room = filled((*as_dims(batch), *heads, Dim(self.memory, length), d_kv), 0, dtype)
         return {"key": room, "value": room}
 
     @under_rules
@@ -339,11 +339,6 @@ def _within(memory: Dim, at: Any, radius: int) -> NamedArray:
 @operation
 def _both(one: NamedArray | None, other: NamedArray) -> NamedArray:
     return other if one is None else logical_and(one, other)
-
-
-@operation
-def _room(dims: Dims, dtype: Any) -> NamedArray:
-    return NamedArray(jnp.zeros([dim.size for dim in dims], dtype), dims)
 
 
 @operation

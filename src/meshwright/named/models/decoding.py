@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from ...errors import DimError, ModelError
-from ...layouts.dim_rules import Dim, Dims, DimsLike, as_dims
+from ...layouts.dim_rules import Dim, DimsLike, as_dims
 from ..array import NamedArray, find
 from ..elementwise import cast, equal, where
 from ..indexing import arange, gather
 from ..joining import concat, pad
-from ..layers.layer import as_dim, under_rules, without
+from ..layers.layer import as_dim, filled, under_rules, without
 from ..operation import is_named, operation
 from ..ordering import argmax, top_k
 from ..random import sample_with_temperature
@@ -213,11 +213,6 @@ def _is_end(token: NamedArray, prompted: NamedArray, end: int | None) -> NamedAr
 @operation
 def _written(ids: NamedArray, token: NamedArray, along: Dim, at: Any) -> NamedArray:
     return where(arange(along) == at, token, ids, out=ids.dims)
-
-
-@operation
-def filled(dims: Dims, value: float) -> NamedArray:
-    return NamedArray(jnp.full([dim.size for dim in dims], value), dims)
 
 
 def _penalty(length: Any, alpha: float) -> Any:

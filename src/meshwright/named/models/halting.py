@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...errors import DimError
-from ...layouts.dim_rules import Dim, Dims
+from ...layouts.dim_rules import Dim
 from ..array import NamedArray
 from ..elementwise import cast, logical_and, sigmoid, where
 from ..layers.dense import dense
 from ..layers.initialisers import Normal
-from ..layers.layer import Params, as_dim, in_dtype, ones, under_rules, without
+from ..layers.layer import Params, as_dim, filled, in_dtype, ones, under_rules, without
 from ..layers.losses import weighted_mean
 from ..operation import operation
 
@@ -71,7 +71,7 @@ class Halting:
         wide = jnp.promote_types(x.dtype, jnp.float32)
         full = {"output": (0.0, x.dims), "left": (1.0, per_position), "rest": (1.0, per_position)}
         full["turns"] = (0.0, per_position)
-        return {name: _full(dims, value, wide) for name, (value, dims) in full.items()}
+        return {name: filled(dims, value, wide) for name, (value, dims) in full.items()}
 
     @under_rules
     def turn(self, params: Params, x: NamedArray, halted: Halted) -> Halted:
@@ -87,11 +87,6 @@ class Halting:
     def loss(self, halted: Halted, present: NamedArray | None = None) -> NamedArray:
         """What the turns cost; those of padding, where it is known, are free."""
         return self.cost * weighted_mean(halted["turns"] + halted["rest"], present)
-
-
-@operation
-def _full(dims: Dims, value: float, dtype: Any) -> NamedArray:
-    return NamedArray(jnp.full([dim.size for dim in dims], value, dtype), dims)
 
 
 @operation

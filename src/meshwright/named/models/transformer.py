@@ -17,7 +17,7 @@ from ...layouts.dim_rules import Dim, Dims, DimsLike
 from ..array import NamedArray, find
 from ..elementwise import cast, equal, less, less_equal, not_equal, where
 from ..indexing import arange, gather
-from ..layers.layer import Params, as_dim, under_rules
+from ..layers.layer import Params, as_dim, filled, under_rules
 from ..layers.losses import softmax_cross_entropy, weighted_mean
 from ..operation import operation
 from ..reductions import reduce_sum
@@ -224,7 +224,7 @@ class Transformer(Model):
             before = where(equal(arange(along), at), ids, before, out=before.dims)
             return gather(self(params, before, prefix=prefix), at, along), before
 
-        return step, decoding.filled((*others(prompt), *beam, along), 0)
+        return step, filled((*others(prompt), *beam, along), 0)
 
     @under_rules
     def greedy(
