@@ -168,7 +168,6 @@ class OnDevices:
     """Exported code as a function; on the devices of a mesh, where it was exported for one."""
 
     def __init__(self, code: bytes, mesh: Mesh | None) -> None:
-
         exported = jax_export.deserialize(bytearray(code))
         self._lies: tuple[Any, ...] | None = None
         if mesh is not None:

@@ -47,7 +47,6 @@ class Signature:
 
 
 def _described(leaf: Any) -> tuple[tuple[int, ...], str]:
-
     array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     if array.dtype == object or array.dtype.kind in "US":
         raise BatchError(
