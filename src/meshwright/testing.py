@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .arrays.values import as_numpy
 from .equivalence import Case as Case
 from .equivalence import Equivalence as Equivalence
 from .equivalence import check
@@ -124,7 +125,7 @@ def tree_differences(
             side = "expected" if path in right else "actual"
             differences.append(Difference(path, f"is only in the {side} tree"))
             continue
-        difference = _difference(path, _array(left[path]), _array(right[path]), rtol, atol)
+        difference = _difference(path, as_numpy(left[path]), as_numpy(right[path]), rtol, atol)
         differences += [difference] if difference else []
     return differences
 
@@ -165,12 +166,6 @@ def run_in_fresh_process(
 def _leaves(tree: Any) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path) or "the array": leaf for path, leaf in leaves}
-
-
-def _array(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
 
 
 def _difference(

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -15,7 +14,7 @@ from ..layouts.layout import Layout
 from .default import LayoutLike, bound, own_devices
 from .layout_of import fetch_layout
 from .tracing import is_tracing
-from .values import array_in, host_array
+from .values import array_in, as_numpy, host_array
 
 _SMALL_PART_BYTES = 1 << 20
 
@@ -129,7 +128,7 @@ def _replica_faults(values: Sequence[Any], target: Layout) -> list[str]:
 
 
 def _difference(values: Sequence[Any], first: int, second: int) -> list[str]:
-    a, b = (_comparable(values[i]) for i in (first, second))
+    a, b = (as_numpy(values[i]) for i in (first, second))
     differs = (a != b) & ~((a != a) & (b != b))  # NaN agrees with NaN
     if not differs.any():
         return []
@@ -139,9 +138,3 @@ def _difference(values: Sequence[Any], first: int, second: int) -> list[str]:
         f"{int(differs.sum())} of {differs.size} elements, first at {where}: {a[where]} and "
         f"{b[where]}. Give both the same values, or let a dim lie on the axis between them."
     ]
-
-
-def _comparable(value: Any) -> np.ndarray:
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
-    return np.asarray(value)

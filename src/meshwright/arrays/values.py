@@ -47,6 +47,13 @@ def _check_integers_fit(value: np.ndarray, narrow: np.dtype) -> None:
         )
 
 
+def as_numpy(x: Any) -> np.ndarray:
+    """The values of an array on the host; of random keys, the words that they are made of."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
 def rank_of(x: Any) -> int:
     """How many dims ``x`` has."""
     value = array_in(x)

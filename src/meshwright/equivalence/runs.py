@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
+from ..arrays.values import as_numpy
 from ..errors import BatchError, LayoutError, ModelError
 from ..jaxprs.edits import equations
 from ..layouts.params import ParamInfo
@@ -120,7 +121,7 @@ def _run_keras(case: Case, setup: Setup, strategy: Any, num_steps: int) -> Run:
 
     def now() -> tuple[np.ndarray, ...]:
         # As the variables show it: a state may be stored in another form.
-        return tuple(_host(_compat.raw_value(v)) for v in KerasVariables.of(model).all)
+        return tuple(as_numpy(_compat.raw_value(v)) for v in KerasVariables.of(model).all)
 
     values, losses, gradients = [now()], [], None
 
@@ -314,7 +315,7 @@ def _as_run(
     return Run(
         tuple((info.path, info.role) for info in infos),
         tuple(values),
-        tuple(_host(by_path[i.path]) if i.path in by_path else None for i in infos),
+        tuple(as_numpy(by_path[i.path]) if i.path in by_path else None for i in infos),
         tuple(losses),
     )
 
@@ -322,13 +323,7 @@ def _as_run(
 def _values(infos: tuple[ParamInfo, ...], state: TrainState) -> tuple[np.ndarray, ...]:
     merged = [(part, path) for part in state for path in part]
     by_path = {path: part[path] for part, path in merged}
-    return tuple(_host(by_path[info.path]) for info in infos)
-
-
-def _host(value: Any) -> np.ndarray:
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
-    return np.asarray(value)
+    return tuple(as_numpy(by_path[info.path]) for info in infos)
 
 
 def _loss(logs: Any) -> float:
