@@ -21,9 +21,10 @@ from ..hlo.collectives import Collective, read_collectives
 from ..jaxprs.edits import equations
 from ..jaxprs.lines import Lines, SourceLine, noting
 from ..jaxprs.primitives import CALLBACKS
+from ..layouts.mesh import Mesh
 from ..step.platform import tracing_for
 from ..targets import gpu
-from ..targets.target import Target
+from ..targets.target import Target, check_size
 from .abstract_step import AbstractStep, HasSteps, abstract_step
 from .compiler_process import ask
 from .faults import tracing
@@ -157,12 +158,7 @@ def _exported(
 
     abstract = jax.tree.map(_abstract, tuple(args))
     mesh = _mesh_of(abstract)
-    if mesh.size != target.num_devices:
-        axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-        raise TargetError(
-            f"the step is laid out over {mesh.size} devices ({axes}), and the target {target} has "
-            f"{target.num_devices}. Make a mesh of {target.num_devices}, or choose another target."
-        )
+    check_size(Mesh.from_jax(mesh), target)
     gpus = gpu.described(target) if target.platform == "cuda" else None
     if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise CompileError(_NO_LIBTPU.format(target))

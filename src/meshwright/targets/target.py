@@ -182,8 +182,8 @@ def check_size(mesh: Mesh, target: Target) -> None:
     >>> check_size(Mesh({"batch": 4, "model": 2}), Target.of("v5e:2x4"))
     """
     if mesh.size != target.num_devices:
-        axes = ", ".join(f"{axis}={size}" for axis, size in mesh.axes)
         raise TargetError(
-            f"the step is laid out over {mesh.size} devices ({axes}), and the target {target} has "
-            f"{target.num_devices}. Make a mesh of {target.num_devices}, or choose another target."
+            f"the step is laid out over {mesh.size} devices ({mesh.axes_text}), and the target "
+            f"{target} has {target.num_devices}. Make a mesh of {target.num_devices}, or choose "
+            "another target."
         )
