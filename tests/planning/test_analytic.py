@@ -11,6 +11,7 @@ import keras
 import optax
 import pytest
 from click.testing import CliRunner
+from models import shapes as shape
 
 import meshwright as mw
 from meshwright.cli import main
@@ -26,10 +27,6 @@ EXACT = ("parameter_bytes", "slot_bytes", "state_bytes", "input_bytes", "gradien
 @pytest.fixture(autouse=True)
 def without_the_compiler(monkeypatch):
     monkeypatch.setattr(gpu, "_PLUGINS", ("no-such-plugin",))
-
-
-def shape(*dims, dtype="float32"):
-    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 def two_layers(optimizer=None):

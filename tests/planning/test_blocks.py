@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from models import shapes as shape
 
 import meshwright as mw
 from meshwright.frontends.dry_runs import dry_run
@@ -32,10 +33,6 @@ WIDTH, ROWS, IO = 32, 64, 8
 DATA = mw.Placement.of(mw.Mesh({"batch": 8}))
 ONE = mw.Placement.of(mw.Mesh({"batch": 1}))
 BATCH = jax.ShapeDtypeStruct((ROWS, IO), "float32")
-
-
-def shape(*dims):
-    return jax.ShapeDtypeStruct(dims, "float32")
 
 
 def weights(depth, width=WIDTH):

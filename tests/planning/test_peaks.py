@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from models import shapes as shape
 
 import meshwright as mw
 from meshwright.jaxprs.names import Argument
@@ -28,10 +29,6 @@ WIDTH, HEADS, VOCAB, LENGTH, ROWS = 128, 4, 512, 64, 64
 DATA = {"batch": 8}
 BOTH = {"batch": 2, "model": 4}
 SPLIT = {"blocks/.*/up": [None, "model"], "blocks/.*/down": ["model", None]}
-
-
-def shape(*dims, dtype="float32"):
-    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 def normed(x, gain):

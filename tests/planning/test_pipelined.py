@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from models import shapes as shape
 
 import meshwright as mw
 from meshwright.display.drawing.ticks import tick_table_picture
@@ -33,10 +33,6 @@ from meshwright.units import bytes_text
 
 WIDTH, HIDDEN, WORDS, BLOCKS, TOKENS = 16, 64, 32, 8, 8
 SPLIT = {"up": [None, "model"], "down": ["model", None]}
-
-
-def shape(*dims, dtype="float32"):
-    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 def loss(params, ids):

@@ -10,6 +10,7 @@ import keras
 import optax
 import pytest
 from models import CPU
+from models import shapes as shape
 from small_graphs import mlp
 
 import meshwright as mw
@@ -100,9 +101,6 @@ def test_tables_cut_by_rows_are_compiled_beside_data_parallel():
 
     def loss(params, ids):
         return jnp.mean(jnp.tanh(params["table"][ids] @ params["w"]))
-
-    def shape(*dims, dtype="float32"):
-        return jax.ShapeDtypeStruct(dims, dtype)
 
     params = {"table": shape(1 << 20, 16), "w": shape(16, 64)}
     program = mw.jax_program(loss, params, optax.adam(0.1))

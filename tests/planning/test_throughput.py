@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from models import shapes as shape
 from optax import sgd
 
 import meshwright as mw
@@ -20,10 +21,6 @@ from meshwright.targets.hardware import Hardware, Link
 
 ROWS, LENGTH, WIDTH = 16, 8, 32
 NUMBERS = Hardware("h", (("float32", 1e9),), None, 1e9, (Link("shared", "shared", 1e9, 0.0),))
-
-
-def shape(*dims, dtype="float32"):
-    return jax.ShapeDtypeStruct(dims, dtype)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from models import shapes as shape
 
 import meshwright as mw
 from meshwright.jaxprs.names import Argument
@@ -16,10 +17,6 @@ from meshwright.planning.search import cost
 from meshwright.planning.search.traffic import traffic_of
 from meshwright.planning.traced_graph import graph_of, graph_of_step
 from meshwright.targets.hardware import hardware_of
-
-
-def shape(*dims):
-    return jax.ShapeDtypeStruct(dims, "float32")
 
 
 def graph(loss, weights, batch, optimizer=None):
