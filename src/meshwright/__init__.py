@@ -142,8 +142,8 @@ if TYPE_CHECKING:
     from .stages.branches import Branches as Branches
     from .stages.pipeline import Pipeline as Pipeline
     from .stages.table import TickTable as TickTable
-    from .step.compressing import PowerSGD as PowerSGD
-    from .step.compressing import TopK as TopK
+    from .step.compression import PowerSGD as PowerSGD
+    from .step.compression import TopK as TopK
     from .step.options import StepOptions as StepOptions
     from .step.remat import block_output as block_output
     from .step.summing import GradientSum as GradientSum
@@ -191,7 +191,7 @@ _LAZY = {  # name -> the room that it lives in
     "TickTable": "stages.table",
     "StepOptions": "step.options",
     "GradientSum": "step.summing",
-    **dict.fromkeys(("PowerSGD", "TopK"), "step.compressing"),
+    **dict.fromkeys(("PowerSGD", "TopK"), "step.compression"),
     "block_output": "step.remat",
     **dict.fromkeys(("LocalRows", "shard"), "data"),
     **dict.fromkeys(("InputContext", "LocalRows"), "data"),

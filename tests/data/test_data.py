@@ -16,8 +16,8 @@ from keras import layers
 from models import Batches
 
 import meshwright as mw
-from meshwright.data import Ahead, HostRows, LocalBatch, Putter
-from meshwright.data.ahead import AHEAD
+from meshwright.data import HostRows, LocalBatch, Prefetch, Putter
+from meshwright.data.prefetch import AHEAD
 
 ROWS = 40
 X = np.stack([np.arange(ROWS), np.ones(ROWS)], axis=1).astype("float32")  # the first one is an id
@@ -50,13 +50,13 @@ def readers() -> list[threading.Thread]:
 
 
 def test_a_slow_source_is_read_ahead_but_never_further_than_told() -> None:
-    source, ahead = Slow(12), Ahead()
+    source, prefetch = Slow(12), Prefetch()
     furthest = 0
-    for taken, number in enumerate(ahead(source())):
+    for taken, number in enumerate(prefetch(source())):
         assert number == taken
         time.sleep(0.02)  # long enough to read as much as it may
         furthest = max(furthest, len(source.read) - taken - 1)
-    assert ahead.reads_in_thread
+    assert prefetch.reads_in_thread
     assert furthest == AHEAD
     assert source.closed
     assert not readers()
@@ -65,9 +65,9 @@ def test_a_slow_source_is_read_ahead_but_never_further_than_told() -> None:
 def test_a_fast_source_is_read_as_it_is_asked_for_and_starts_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("meshwright.data.ahead._SLOW_S", 1.0)  # whatever else the machine does
-    source, ahead = Slow(50, wait_s=0), Ahead()
-    for taken, _ in enumerate(ahead(source())):
+    monkeypatch.setattr("meshwright.data.prefetch._SLOW_S", 1.0)  # whatever else the machine does
+    source, prefetch = Slow(50, wait_s=0), Prefetch()
+    for taken, _ in enumerate(prefetch(source())):
         assert len(source.read) == taken + 1
         assert not readers()
 
@@ -75,9 +75,9 @@ def test_a_fast_source_is_read_as_it_is_asked_for_and_starts_no_thread(
 def test_an_early_reader_is_one_item_ahead_and_gives_all_that_came_before_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("meshwright.data.ahead._SLOW_S", 1.0)
+    monkeypatch.setattr("meshwright.data.prefetch._SLOW_S", 1.0)
     source = Slow(5, fails_at=4, wait_s=0)
-    items = Ahead(early=True)(source())
+    items = Prefetch(early=True)(source())
     for number in range(4):
         assert next(items) == number
         assert len(source.read) == min(number + 2, 4)
@@ -90,8 +90,8 @@ def test_an_early_reader_is_one_item_ahead_and_gives_all_that_came_before_an_err
 def test_what_a_source_raises_comes_after_all_that_it_gave() -> None:
     source, result = Slow(9, fails_at=6), []
     with pytest.raises(OSError, match="no number 6"):
-        result.extend(Ahead()(source()))
-    for number in Ahead()(Slow(9, fails_at=None)()):
+        result.extend(Prefetch()(source()))
+    for number in Prefetch()(Slow(9, fails_at=None)()):
         result.append(number)
     assert result[-9:] == list(range(9))
     assert source.read == list(range(6))
@@ -100,7 +100,7 @@ def test_what_a_source_raises_comes_after_all_that_it_gave() -> None:
 
 def test_stopping_early_closes_the_source_and_leaves_no_thread() -> None:
     source = Slow(1000)
-    items = Ahead()(source())
+    items = Prefetch()(source())
     for number in items:
         if number == 5:
             break

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import meshwright as mw
-from meshwright.step.compressing import UNSENT
+from meshwright.step.compression import UNSENT
 from meshwright.step.summing import sum_flat
 
 DRAW = np.random.default_rng(5)

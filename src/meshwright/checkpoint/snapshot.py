@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..program import TrainState
-from ..step.compressing import UNSENT, respread
+from ..step.compression import UNSENT, respread
 from .record import PARTS, CheckpointInfo, SavedArray
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -1,8 +1,8 @@
 """Input: batches laid out as a placement says, ahead of the step that takes them."""
 
-from .ahead import Ahead as Ahead
 from .context import InputContext as InputContext
 from .own_batches import OwnBatches as OwnBatches
+from .prefetch import Prefetch as Prefetch
 from .putter import Putter as Putter
 from .putter import put as put
 from .rows import HostRows as HostRows

@@ -20,8 +20,8 @@ from ..jaxprs.edits import equations
 from ..jaxprs.row_parts import Gathered
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from ..scoped import scoped
-from .counting import counted
 from .gradient import Gradient
+from .metric_sums import counted
 from .platform import traced_for
 from .sharing import Sharing
 

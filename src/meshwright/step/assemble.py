@@ -12,7 +12,7 @@ standing still             nothing changes once something is not finite; ``nan_g
 ZeRO and remat             gathered where read, computed again, updated in pieces; ``sharing.py``
 the gradient               products and sums as a mesh wants them; ``gradient.py``
 accumulation               several micro-batches, one update; ``accumulate.py``
-sums over devices          flat vectors, parts, steps apart; ``summing``, ``compressing``, ``local``
+sums over devices          flat vectors, parts, steps apart; ``summing``, ``compression``, ``local``
 several steps              in one program, where dispatch counts; ``steps_per_execution.py``
 the program's context      the rules, or the Keras strategy, under which it is traced
 ``jax.jit``                the state is donated, and lies afterwards as before
@@ -47,7 +47,7 @@ from ..stages.stacking import Stacking
 from ..stages.staged import Staged
 from .accumulate import accumulating_step
 from .batches import BatchLayouts
-from .compressing import with_unsent
+from .compression import with_unsent
 from .gradient import Gradient, gradient
 from .local import DiLoCo, local_step, with_outer
 from .nan_guard import StandStill

@@ -11,7 +11,7 @@ from ..errors import ModelError
 from ..program import Batch
 from ..stages.branches import Branches
 from ..stages.pipeline import Pipeline
-from .compressing import Compress
+from .compression import Compress
 from .local import Local
 from .remat import BY_BLOCK, check_remat
 from .summing import GradientSum

@@ -15,10 +15,10 @@ from ..layouts.layout import Layout
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
-from .compressing import UNSENT, sum_compressed
+from .backward_order import leaving_in_turn
+from .compression import UNSENT, sum_compressed
 from .gradient import Gradient
 from .layer_gathers import Spread, gathering_by_layers
-from .leaving import leaving_in_turn
 from .loop_scatters import scattering_in_loops
 from .own_checkpoints import with_own_checkpoints
 from .platform import traced_for, traced_for_gpu

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from ..errors import LayoutError, ModelError
 from ..layouts.placement import Placement
 from ..program import Arrays
-from .compressing import Compress
+from .compression import Compress
 from .host_sums import sum_on_host, sums_on_host
 
 Wire = Literal["float32", "bfloat16", "float16"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from ... import _compat
 from ...checkpoint import Position
-from ...data import Ahead, HostRows, LocalBatch, LocalRows, OwnBatches, ShardedRows
+from ...data import HostRows, LocalBatch, LocalRows, OwnBatches, Prefetch, ShardedRows
 from ...data.fingerprint import noting_first
 from ...data.putter import row_count
 from ...data.shard import Group
@@ -82,7 +82,7 @@ class Epochs:
         # Processes that wait for each other at each batch do so between the same steps; the next
         # item of a generator may depend on what was learned from this one.
         waits = isinstance(data.x, OwnBatches)
-        self._ahead = Ahead(0) if waits else Ahead(early=self._is_array)
+        self._prefetch = Prefetch(0) if waits else Prefetch(early=self._is_array)
         self._peeked: tuple[list[Any], Iterator[Any]] | None = None
         self.first_facts: dict[str, str] = {}  # of the first batch that chunks() has read
 
@@ -158,7 +158,7 @@ class Epochs:
         groups = _groups(host, size_for, copy=not self._is_array)
         number, odd = skip, None
         with contextlib.closing(
-            self._ahead(self._lay_out_all(group, stacked and full) for group, full in groups)
+            self._prefetch(self._lay_out_all(group, stacked and full) for group, full in groups)
         ) as laid_out:
             for group in laid_out:
                 chunk = group

@@ -27,7 +27,7 @@ from ...stages.branches import Branches
 from ...stages.faults import no_axis
 from ...stages.pipeline import Pipeline
 from ...step.assemble import Assembly
-from ...step.compressing import UNSENT, Compress, first_rows, rows_layout
+from ...step.compression import UNSENT, Compress, first_rows, rows_layout
 from ...step.local import OUTER, DiLoCo, Local
 from ...step.options import PLAIN, StepOptions, Sums
 from . import batches, fitting, saving

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ArrayError
-from .drawing import Draw, rows_by_key
+from .initial_values import Draw, rows_by_key
 from .marks import Marks
 
 _FIRST_ROWS = 256  # room for as many rows when a hash table is made

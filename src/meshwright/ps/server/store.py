@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import ArrayError, TaskError, UnknownVariableError
 from ...units import bytes_text
-from .drawing import Draw, rows_of
+from .initial_values import Draw, rows_of
 from .shards import HashShard, Shard
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ClusterError
-from ...step.compressing import TopK
+from ...step.compression import TopK
 
 _HALVES = ("float16", "bfloat16")
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from ...equal_layers import merged
 from ...errors import CheckpointError
-from ..server.drawing import Draw, rows_by_key
+from ..server.initial_values import Draw, rows_by_key
 from ..shared.client import Servers
 from ..shared.cutting import split_rows
 from ..shared.placing import ShardPlace, VariableSpec

@@ -44,7 +44,7 @@ class Twin:
     """Settings that every Keras optimizer has; subclasses add their own, by Keras' names.
 
     ``clipnorm`` and ``global_clipnorm`` are kept but not done here: they need whole gradients. The
-    worker clips before it pushes, or :mod:`..clipping` does, in a round.
+    worker clips before it pushes, or :mod:`meshwright.ps.server.rounds` does, in a round.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import meshwright as mw
 from meshwright.ps.server import drawing
-from meshwright.ps.server.drawing import KINDS, Draw, rows_by_key, rows_of
+from meshwright.ps.server.initial_values import KINDS, Draw, rows_by_key, rows_of
 
 RANDOM = [k for k in KINDS if k not in ("zeros", "ones", "constant")]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from meshwright._compat import raw_value
-from meshwright.step.counting import counted
+from meshwright.step.metric_sums import counted
 
 METRICS: dict[str, Callable[[], keras.Metric]] = {
     "accuracy": keras.metrics.SparseCategoricalAccuracy,

@@ -15,7 +15,7 @@ _SLOW_S = 2e-3  # a thread costs a loop of short steps more than it hides below 
 _SLOW_READS = 2  # in a row: one may be the first of its source, or have been interrupted
 
 
-class Ahead:
+class Prefetch:
     """Reads an iterator in a thread, at most ``number`` items ahead of the consumer.
 
     The thread starts only for a slow source: when two items in a row have taken more than 2 ms.
@@ -28,8 +28,8 @@ class Ahead:
     ...     for number in range(5):
     ...         time.sleep(0.004)
     ...         yield number
-    >>> ahead = Ahead()
-    >>> list(ahead(slow())), list(ahead(slow()))
+    >>> prefetch = Prefetch()
+    >>> list(prefetch(slow())), list(prefetch(slow()))
     ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
     """
 
