@@ -16,7 +16,7 @@ from ..joining import pad
 from ..operation import operation
 from ..reductions import reduce_any, reduce_sum
 from ..shapes import split_dim
-from .layer import Params, in_dtype, ones
+from .layer import Params, in_dtype, ones, widened
 from .multi_head import Attention, Cache, Mask, Queries
 
 
@@ -108,7 +108,7 @@ def _means(
     count = sums(there)
 
     def mean(x: NamedArray) -> NamedArray:
-        wide = in_dtype(x, jnp.promote_types(x.dtype, jnp.float32))
+        wide = widened(x)
         return in_dtype(sums(multiply(wide, there, out=x.dims)) / maximum(count, 1.0), x.dtype)
 
     return {name: mean(x) for name, x in cache.items()}, count > 0

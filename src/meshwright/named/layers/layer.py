@@ -124,6 +124,11 @@ def in_dtype(x: NamedArray, dtype: Any) -> NamedArray:
     return x if x.dtype == dtype else NamedArray(x.array.astype(dtype), x.dims)
 
 
+def widened(x: NamedArray) -> NamedArray:
+    """The array in float32, or in its own type where that is wider."""
+    return in_dtype(x, jnp.promote_types(x.dtype, jnp.float32))
+
+
 @operation
 def filled(dims: DimsLike, value: float, dtype: Any = None) -> NamedArray:
     """An array that holds one value, of its own type or of this one."""

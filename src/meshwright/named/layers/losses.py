@@ -11,7 +11,7 @@ from ..elementwise import absolute, equal, maximum, multiply, relu, softplus, sq
 from ..indexing import arange
 from ..operation import operation
 from ..reductions import logsumexp, reduce_mean, reduce_sum
-from .layer import in_dtype, without
+from .layer import in_dtype, widened, without
 
 
 @operation
@@ -40,7 +40,7 @@ def softmax_cross_entropy(
     """
     vocab = find(logits.dims, over)
     _fit_targets(logits, targets, vocab)
-    logits = in_dtype(logits, jnp.promote_types(logits.dtype, jnp.float32))
+    logits = widened(logits)
     total = logsumexp(logits, vocab)
     if vocab in targets.dims:
         loss = reduce_sum(multiply(targets, total - logits, out=logits.dims), vocab)
@@ -66,7 +66,7 @@ def sigmoid_cross_entropy(logits: NamedArray, targets: NamedArray) -> NamedArray
     >>> print(loss.array.round(2))  # log(2) and 100
     [  0.69 100.  ]
     """
-    logits = in_dtype(logits, jnp.promote_types(logits.dtype, jnp.float32))
+    logits = widened(logits)
     targets = in_dtype(targets, logits.dtype)
     return relu(logits) - multiply(logits, targets) + softplus(-absolute(logits))
 

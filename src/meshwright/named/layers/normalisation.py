@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
 from ...layouts.dim_rules import DimsLike, as_dims
 from ..array import NamedArray
 from ..elementwise import rsqrt, square
 from ..operation import operation
 from ..reductions import reduce_mean
-from .layer import Params, fit, in_dtype, ones, under_rules, zeros
+from .layer import Params, fit, in_dtype, ones, under_rules, widened, zeros
 
 
 @operation
@@ -36,7 +34,7 @@ def layer_norm(
     """
     over = as_dims(over)
     fit(x, "layer_norm", needs=over)
-    wide = in_dtype(x, jnp.promote_types(x.dtype, jnp.float32))
+    wide = widened(x)
     centred = wide - reduce_mean(wide, over)
     return _finished(x, centred, reduce_mean(square(centred), over), scale, bias, epsilon)
 
@@ -56,7 +54,7 @@ def rms_norm(
     """
     over = as_dims(over)
     fit(x, "rms_norm", needs=over)
-    wide = in_dtype(x, jnp.promote_types(x.dtype, jnp.float32))
+    wide = widened(x)
     return _finished(x, wide, reduce_mean(square(wide), over), scale, None, epsilon)
 
 

@@ -18,7 +18,7 @@ from ..operation import operation
 from ..shifting import shift
 from .embedding import embed
 from .initialisers import Initialiser, Normal
-from .layer import Params, as_dim, in_dtype, under_rules
+from .layer import Params, as_dim, in_dtype, under_rules, widened
 
 _SMALL = Normal(0.02)
 
@@ -127,7 +127,7 @@ def rotated(
         raise DimError(f"rotary positions turn pairs: the size of {str(over)!r} must be even.")
     angle = at * _rates(over, over.size // 2, base)
     sign = where(arange(over) < over.size // 2, -1.0, 1.0)
-    wide = in_dtype(x, jnp.promote_types(x.dtype, jnp.float32))
+    wide = widened(x)
     other = shift(wide, over.size // 2, over, wrap=True)
     return in_dtype(_as(wide * cos(angle) + other * sin(angle) * sign, x), x.dtype)
 
