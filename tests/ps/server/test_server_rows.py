@@ -71,8 +71,8 @@ def test_only_the_rows_that_are_named_change(op) -> None:
     [
         ([0, 5], r"row 5 is out of range for 't', which has rows 0 to 4 here \(1 such rows\)"),
         ([-1], r"row -1 is out of range for 't'"),
-        ([[0]], r"named by one dim of integers; there came int64 of shape \(1, 1\)"),
-        ([0.5], "there came float64"),
+        ([[0]], r"must be integers along one dim; received int64 of shape \(1, 1\)"),
+        ([0.5], "received float64"),
     ],
 )
 def test_rows_that_are_not_there_are_refused(rows, message) -> None:

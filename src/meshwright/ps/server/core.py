@@ -168,10 +168,13 @@ class ServerCore:
         shards = self.state.store.get(names)
         for shard in shards:
             self.state.backups.keep(peer, shard)
-        return [shard.values.copy() if self.copy_reads else shard.values for shard in shards]
+        return self._sent([shard.values for shard in shards])
+
+    def _sent(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        return [array.copy() for array in arrays] if self.copy_reads else arrays
 
     def _lookup(self, peer: str, message: Message) -> Message:
-        (shard,) = self.state.store.get([message.head["name"]])
+        shard = self.state.store.one(message.head["name"])
         if len(message.arrays) != 1:
             raise ArrayError(
                 f"a lookup of {shard.name!r} takes one array of rows, not {len(message.arrays)}."
@@ -208,7 +211,7 @@ class ServerCore:
             "slots": [[shard.name, list(shard.slots)] for shard in shards],
             "steps": {shard.name: shard.steps for shard in shards},
         }
-        return self._ok(head, *([a.copy() for a in arrays] if self.copy_reads else arrays))
+        return self._ok(head, *self._sent(arrays))
 
     def _load(self, peer: str, message: Message) -> Message:
         load(self.state.store, message)
@@ -216,7 +219,7 @@ class ServerCore:
         return self._ok({})
 
     def _keys(self, peer: str, message: Message) -> Message:
-        (shard,) = self.state.store.get([message.head["name"]])
+        shard = self.state.store.one(message.head["name"])
         if not isinstance(shard, HashShard):
             raise TaskError(
                 f"variable {shard.name!r} is not a hash table and has no keys.", self.task
@@ -225,20 +228,20 @@ class ServerCore:
 
     def _piece(self, peer: str, message: Message) -> Message:
         head = message.head
-        (shard,) = self.state.store.get([head["name"]])
+        shard = self.state.store.one(head["name"])
         about, arrays = piece_of(shard, int(head["start"]), int(head["stop"]))
-        return self._ok(about, *([a.copy() for a in arrays] if self.copy_reads else arrays))
+        return self._ok(about, *self._sent(arrays))
 
     def _changes(self, peer: str, message: Message) -> Message:
         head = message.head
-        (shard,) = self.state.store.get([head["name"]])
+        shard = self.state.store.one(head["name"])
         if not shard.shape:
             raise ArrayError(f"variable {shard.name!r} is a scalar, and has no rows.")
         about, arrays = changes_of(shard, head.get("life"), head.get("mark"))
         return self._ok(about, *arrays)
 
     def _put(self, peer: str, message: Message) -> Message:
-        (shard,) = self.state.store.get([message.head["name"]])
+        shard = self.state.store.one(message.head["name"])
         put_piece(shard, message.head, message.arrays)
         self.state.reshaped = True
         return self._ok({})

@@ -201,6 +201,6 @@ def check_rows(name: str, rows: np.ndarray) -> None:
     """Raise :class:`~meshwright.errors.ArrayError` unless ``rows`` can name rows."""
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise ArrayError(
-            f"rows of {name!r} are named by one dim of integers; there came {rows.dtype} "
-            f"of shape {rows.shape}."
+            f"rows of {name!r} must be integers along one dim; received {rows.dtype} of shape "
+            f"{rows.shape}."
         )

@@ -84,7 +84,7 @@ class State:
         """Run the optimizer of a variable; ``peer`` is who took the gradient."""
         group = self.groups.of(gradient.name)
         assert group is not None  # checked when the push came
-        (shard,) = self.store.get([gradient.name])
+        shard = self.store.one(gradient.name)
         rows, values, scale = gradient.rows, gradient.values, gradient.scale
         late_peer = peer if gradient.compensation else None
         how = gradient.compensation, gradient.adaptive

@@ -55,6 +55,10 @@ class Store:
             )
         return [self._shards[name] for name in names]
 
+    def one(self, name: str) -> Shard:
+        """The shard of this name; raises as :meth:`get`."""
+        return self.get([name])[0]
+
     def create(
         self,
         name: str,

@@ -57,18 +57,21 @@ def adds_up(metric: Any) -> bool:
     except Exception:
         return True  # it wants other shapes than these; what is not known is not refused
     finally:
-        for variable, value in zip(metric.variables, before, strict=True):
-            variable.assign(value)
+        _assign(metric, before)
     sums = [a + b - start for a, b, start in zip(*alone, before, strict=True)]
     return all(np.allclose(a, b, rtol=1e-4) for a, b in zip(sums, together, strict=True))
 
 
 def _counted(metric: Any, before: list[Any], pairs: list[Any]) -> list[Any]:
-    for variable, value in zip(metric.variables, before, strict=True):
-        variable.assign(value)
+    _assign(metric, before)
     for y_true, y_pred in pairs:
         metric.update_state(y_true, y_pred)
     return [np.array(v.value, np.float64) for v in metric.variables]
+
+
+def _assign(metric: Any, values: list[Any]) -> None:
+    for variable, value in zip(metric.variables, values, strict=True):
+        variable.assign(value)
 
 
 def base_of(model: keras.Model, variables: KerasVariables) -> dict[str, Any]:
