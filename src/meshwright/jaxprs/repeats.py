@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .signatures import signs_and_forms
-from .slices import reached
+from .slices import reached, variables
 
 LEAST = 4  # copies, below which all are compiled
 _TRIED = 12
@@ -122,9 +122,8 @@ class _Uses:
         }
         self.read: dict[Var, list[int]] = {}
         for i, eqn in enumerate(jaxpr.eqns):
-            for atom in eqn.invars:
-                if not hasattr(atom, "val"):
-                    self.read.setdefault(atom, []).append(i)
+            for var in variables(eqn.invars):
+                self.read.setdefault(var, []).append(i)
         steps = np.zeros(len(jaxpr.eqns) + 2)
         for var, (i, _) in self.producers.items():
             if read := self.read.get(var):
@@ -228,7 +227,7 @@ class _Chain:
         """The argument that a variable is a copy of, such as a weight cast before all blocks."""
         while (place := self.uses.producers.get(var)) and self.run.copy_of(place[0]) is None:
             eqn = self.jaxpr.eqns[place[0]]
-            operands = [invar for invar in eqn.invars if not hasattr(invar, "val")]
+            operands = variables(eqn.invars)
             if len(operands) != 1:
                 return var
             var = operands[0]
@@ -241,8 +240,8 @@ class _Chain:
         results = [var for var in self.jaxpr.outvars if var not in updates and var not in mine]
         eqns = self.jaxpr.eqns
         outer = [*eqns[: self.run.start], *eqns[self.run.end :]]
-        readers = [[invar for invar in eqn.invars if not hasattr(invar, "val")] for eqn in outer]
-        for read in (*readers, *([result] for result in results if not hasattr(result, "val"))):
+        readers = [variables(eqn.invars) for eqn in outer]
+        for read in (*readers, *([result] for result in variables(results))):
             for var in read:
                 producer = self.uses.producers.get(var)
                 where = None if producer is None else self.run.copy_of(producer[0])
