@@ -226,7 +226,7 @@ def row_source(source: Any, parse: Parse | None) -> RowSource | None:
         if parse is not None:
             raise DataError("parse= is for records; a PyDataset has batches. Use to_batch=.")
         return BatchRows(source)
-    if isinstance(source, tuple | Mapping | np.ndarray) or hasattr(source, "__array__"):
+    if _has_arrays(source):
         if parse is not None:
             raise DataError("parse= is for the records of a dataset or file; arrays have none.")
         return ArrayRows(source)
@@ -235,10 +235,12 @@ def row_source(source: Any, parse: Parse | None) -> RowSource | None:
 
 def _is_random_access(source: Any) -> bool:
     """Whether a source has single records by number, as Grain's MapDataset and lists have."""
-    if isinstance(source, tuple | Mapping | np.ndarray) or hasattr(source, "__array__"):
-        return False
     has_rows = hasattr(source, "__getitem__") and hasattr(source, "__len__")
-    return has_rows and not _is_py_dataset(source)
+    return has_rows and not (_has_arrays(source) or _is_py_dataset(source))
+
+
+def _has_arrays(source: Any) -> bool:
+    return isinstance(source, tuple | Mapping | np.ndarray) or hasattr(source, "__array__")
 
 
 def _is_py_dataset(source: Any) -> bool:

@@ -19,7 +19,7 @@ from .drawing.tiling import Tiling
 from .drawing.words import copies_text
 from .figures import SETTLES, memory_figures
 from .page.elements import macro, source
-from .text.beside import pair_title, row_cells
+from .text.beside import measured_title, pair_title, row_cells
 from .text.equivalence import HEADINGS, closing, opening, rows_of, verdict
 from .text.explanation import explanation_row
 from .text.ticks import tick_table_title
@@ -153,8 +153,8 @@ def measured_view(measured: Measured) -> str:
     for collective in measured.collectives or ():
         over = f"{collective.kind} over {', '.join(collective.axes)}"
         rows.append((over, seconds_text(collective.time_s), f"{collective.count:g} per step"))
-    title = f"{measured.name} on {measured.device} ({axes_text(measured.axes)}), {len(times)} steps"
-    return _view(title, table=_table(("of one device", "", ""), rows, right=(1,)))
+    table = _table(("of one device", "", ""), rows, right=(1,))
+    return _view(measured_title(measured), table=table)
 
 
 def comparison_view(comparison: Comparison) -> str:

@@ -69,25 +69,23 @@ def forward_program(
     forward: Callable[[Params, Any], Any], params: Params | Callable[[], Params]
 ) -> Program:
     """A Program that can only predict: ``forward(params, inputs)``, which is never trained."""
-
-    def loss(*_: Any) -> Any:
-        raise ModelError("this program has a forward function only: it cannot be trained.")
-
     name = getattr(forward, "__name__", "function")
     if callable(params) and not makes_parameters(params):
         params, rest = _parted(params)
         forward = _filled_up(forward, rest)
-    return program_of(loss, params, _NoOptimizer, forward, name, Tree, Extras((), 0))
+    return program_of(_not_trained, params, _NoOptimizer, forward, name, Tree, Extras((), 0))
+
+
+def _not_trained(*_: Any) -> Any:
+    raise ModelError("this program has a forward function only: it cannot be trained.")
 
 
 class _NoOptimizer:
+    update = staticmethod(_not_trained)
+
     @staticmethod
     def init(params: Params) -> Params:
         return {}
-
-    @staticmethod
-    def update(*_: Any) -> Any:
-        raise ModelError("this program has a forward function only: it cannot be trained.")
 
 
 def program_of(

@@ -275,9 +275,7 @@ class Mesh(Viewable):
         """
         match = re.fullmatch(r"\s*(?:(\w+):)?([^@]*)(?:@\s*(\w+):([\d,\- ]+))?", text)
         if match is None:
-            raise MeshError(
-                f"expected a mesh such as 'batch=4, model=2 @ cpu:0-7'; received {text!r}."
-            )
+            raise _no_mesh(text)
         name, axes, platform, ids = match.groups()
         mesh = cls(_parse_axes(axes, text), name=name or "")
         if ids is None:
@@ -463,10 +461,14 @@ def _jax_mesh(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...] | None
     return jax.sharding.Mesh(grid.reshape(shape), names, axis_types=auto)
 
 
+def _no_mesh(text: str) -> MeshError:
+    return MeshError(f"expected a mesh such as 'batch=4, model=2 @ cpu:0-7'; received {text!r}.")
+
+
 def _parse_axes(axes: str, text: str) -> list[tuple[str, int]]:
     pairs = re.findall(r"(\w+)\s*=\s*(\d+)", axes)
     if re.sub(r"\w+\s*=\s*\d+", "", axes).strip(" ,") or not pairs:
-        raise MeshError(f"expected a mesh such as 'batch=4, model=2 @ cpu:0-7'; received {text!r}.")
+        raise _no_mesh(text)
     return [(axis, int(size)) for axis, size in pairs]
 
 

@@ -78,9 +78,7 @@ def refuse_idle_layouts(
         )
         if len(faults) == len(placement.layouts) > _FEW:
             text = _of_another_model(placement.layouts, infos, name)
-        if placement.strict:
-            raise PlacementError(f"{text}; strict=False makes this a warning.")
-        warn(f"{text}.")
+        _refuse(placement, text)
 
 
 def _of_another_model(layouts: Sequence[PathLayout], infos: Sequence[ParamInfo], name: str) -> str:
@@ -131,6 +129,10 @@ def refuse_idle_rules(placement: Placement) -> None:
         f"no dim is named as in the rule(s) {', '.join(idle)}, so they split nothing. {matched} "
         "Correct the rules or remove them"
     )
+    _refuse(placement, text)
+
+
+def _refuse(placement: Placement, text: str) -> None:
     if placement.strict:
         raise PlacementError(f"{text}; strict=False makes this a warning.")
     warn(f"{text}.")

@@ -83,5 +83,10 @@ def measured_text(measured: Measured) -> Paragraphs:
     for collective in measured.collectives or ():
         over = f"{collective.count:g} in a step, over {axes_list(collective.axes)}"
         rows.append((collective.kind, seconds_text(collective.time_s), over))
-    title = f"{measured.name} on {measured.device} ({axes_text(measured.axes)}), {len(times)} steps"
-    return paragraphs(Line(title, "bold"), Columns(rows, right=(1,)))
+    return paragraphs(Line(measured_title(measured), "bold"), Columns(rows, right=(1,)))
+
+
+def measured_title(measured: Measured) -> str:
+    """What was measured, where, and in how many steps."""
+    count = len(measured.step_times_s)
+    return f"{measured.name} on {measured.device} ({axes_text(measured.axes)}), {count} steps"
