@@ -19,6 +19,7 @@ from ..layouts.layout import Layout
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
 from ..program import Arrays, Program, TrainState
+from .flat import cut, joined
 
 UNSENT = "unsent_gradients"  # the slot: a row for each device, of all parameters one behind another
 
@@ -151,7 +152,7 @@ def _largest(own: Arrays, axes: tuple[str, ...], how: TopK) -> tuple[Arrays, Arr
     import jax
     import jax.numpy as jnp
 
-    flat = jnp.concatenate([value.ravel() for value in own.values()])
+    flat = joined(own.values())
     _, places = jax.lax.top_k(jnp.abs(flat), max(1, round(how.share * flat.size)))
     all_places = jax.lax.all_gather(places, axes).reshape(-1)
     all_values = jax.lax.all_gather(flat[places], axes).reshape(-1)
@@ -188,17 +189,13 @@ def _factored(own: Arrays, factors: Arrays, axes: tuple[str, ...]) -> tuple[Arra
 def _summed(values: Mapping[Any, Any], axes: tuple[str, ...]) -> dict[Any, Any]:
     """The sums over devices, made as one vector."""
     import jax
-    import jax.numpy as jnp
 
-    if not values:
-        return {}
-    total = jax.lax.psum(jnp.concatenate([value.ravel() for value in values.values()]), axes)
-    return _like(total, values)
+    return _like(jax.lax.psum(joined(values.values()), axes), values) if values else {}
 
 
 def _like(flat: Any, values: Mapping[Any, Any]) -> dict[Any, Any]:
     """A vector as arrays of these names and shapes."""
-    return _cut(flat, [(name, value.shape) for name, value in values.items()])
+    return dict(zip(values, cut(flat, (value.shape for value in values.values())), strict=True))
 
 
 @dataclass(frozen=True)
@@ -245,27 +242,20 @@ class _Form:
 
     def cut(self, row: Any) -> Arrays:
         """What is left of each parameter."""
-        return _cut(row, self.dims)
+        return _named(row, dict(self.dims))
 
     def factors(self, row: Any) -> Arrays:
         """The second factors."""
-        return _cut(row[self.size :], self.thin.items())
+        return _named(row[self.size :], self.thin)
 
     def joined(self, unsent: Arrays, factors: Arrays, before: Any) -> Any:
         """A row again; parts of neither kind are as they were ``before``."""
-        import jax.numpy as jnp
-
         parts = {**self.cut(before), **unsent}
         behind = {**self.factors(before), **factors}
         ordered = [parts[path] for path, _ in self.dims] + [behind[path] for path in self.thin]
-        return jnp.concatenate([value.ravel() for value in ordered])
+        return joined(ordered)
 
 
-def _cut(row: Any, dims: Any) -> dict[Any, Any]:
-    """A vector, cut into arrays of these names and dims."""
-    arrays, start = {}, 0
-    for name, shape in dims:
-        size = math.prod(shape)
-        arrays[name] = row[start : start + size].reshape(shape)
-        start += size
-    return arrays
+def _named(row: Any, dims: Mapping[str, tuple[int, ...]]) -> Arrays:
+    """The beginning of a vector as arrays of these names and dims."""
+    return dict(zip(dims, cut(row, dims.values()), strict=True))

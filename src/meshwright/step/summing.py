@@ -17,6 +17,7 @@ from ..errors import LayoutError, ModelError
 from ..layouts.placement import Placement
 from ..program import Arrays
 from .compression import Compress
+from .flat import cut, joined
 from .host_sums import sum_on_host, sums_on_host
 
 Wire = Literal["float32", "bfloat16", "float16"]
@@ -218,15 +219,15 @@ def _sum_of(pieces: Sequence[Any], mesh: Any, axes: tuple[str, ...], how: Gradie
 
     if how.op == "adasum":
         return _adasum(pieces, mesh, axes)
-    flat = _joined(pieces)
+    flat, shapes = joined(pieces), [piece.shape for piece in pieces]
     outer = tuple(axis for axis in axes if axis not in how.inner)
     if not how.inner or not outer:
-        return _cut(_across(flat, mesh, axes, how.wire), pieces)
+        return cut(_across(flat, mesh, axes, how.wire), shapes)
     within = tuple(axis for axis in axes if axis in how.inner)
     padded = _padded(flat, _size(mesh, within))
     share = jax.lax.psum_scatter(padded, within, tiled=True)
     share = _across(share, mesh, outer, how.wire)
-    return _cut(jax.lax.all_gather(share, within, tiled=True)[: flat.size], pieces)
+    return cut(jax.lax.all_gather(share, within, tiled=True)[: flat.size], shapes)
 
 
 def _across(flat: Any, mesh: Any, axes: tuple[str, ...], wire: str | None) -> Any:
@@ -269,7 +270,7 @@ def _adasum(pieces: Sequence[Any], mesh: Any, axes: tuple[str, ...]) -> list[Any
     distance = 1
     while distance < count:
         pairs = [(i, i ^ distance) for i in range(count)]
-        theirs = _cut(jax.lax.ppermute(_joined(mine), axes, pairs), mine)
+        theirs = cut(jax.lax.ppermute(joined(mine), axes, pairs), [a.shape for a in mine])
         mine = [_combined(a, b) for a, b in zip(mine, theirs, strict=True)]
         distance *= 2
     return [a.astype(piece.dtype) for a, piece in zip(mine, pieces, strict=True)]
@@ -282,22 +283,6 @@ def _combined(a: Any, b: Any) -> Any:
     dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
     tiny = jnp.finfo(jnp.float32).tiny
     return (1 - dot / (2 * aa + tiny)) * a + (1 - dot / (2 * bb + tiny)) * b
-
-
-def _joined(pieces: Sequence[Any]) -> Any:
-    """Arrays as one flat vector."""
-    import jax.numpy as jnp
-
-    return jnp.concatenate([piece.ravel() for piece in pieces])
-
-
-def _cut(flat: Any, like: Sequence[Any]) -> list[Any]:
-    """A flat vector as arrays of these shapes."""
-    results, start = [], 0
-    for piece in like:
-        results.append(flat[start : start + piece.size].reshape(piece.shape))
-        start += piece.size
-    return results
 
 
 def _padded(flat: Any, count: int) -> Any:
