@@ -129,12 +129,12 @@ def window_and_scatter(e: Shapes) -> Links:
 
 def _windowed(e: Shapes) -> Callable[[int], bool]:
     """Which dims have windows other than single elements, one after another."""
-    steps = [e.params[name] for name in _STEPS if e.params.get(name) is not None]
+    steps = [e.params[name] for name in POOL_STEPS if e.params.get(name) is not None]
     padding = e.params["padding"]
     return lambda dim: any(step[dim] != 1 for step in steps) or tuple(padding[dim]) != (0, 0)
 
 
-_STEPS = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+POOL_STEPS = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
 
 
 def dynamic_update_slice(e: Shapes) -> Links:

@@ -6,19 +6,15 @@ of rules lays the model out that lays out a program over named dims.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import DimError, LayoutError
-from .dim_rules import Dim, DimRules, Dims
+from .dim_rules import Dim, DimRules, Dims, is_name, words_of
 from .layout import UNSHARDED, Layout
 
 ANY = "_"  # the name of a dim that no rule splits
-
-_BETWEEN = re.compile(r"[\s,.;]+")
-_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,7 +32,7 @@ class DimNames:
     pad: bool = False
 
     def __post_init__(self) -> None:
-        faults = [_fault(name) for name in self.names if not _is_name(name)]
+        faults = [_fault(name) for name in self.names if not is_name(name)]
         counts = Counter(name for name in self.names if name != ANY)
         faults += [
             f"dim {name!r} appears {count} times; dim names of one array must be unique. Name the "
@@ -111,14 +107,10 @@ def dims(names: str | Iterable[str | None], *, pad: bool = False) -> DimNames:
     (dims('d_model d_ff'), dims('_ vocab'))
     """
     if isinstance(names, str):
-        names = filter(None, _BETWEEN.split(names))
+        names = words_of(names)
     elif not isinstance(names, Iterable):
         raise DimError(f"dim names must be a string such as 'd_model d_ff'; received {names!r}.")
     return DimNames(tuple(ANY if name is None else name for name in names), pad)
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def _fault(name: object) -> str:

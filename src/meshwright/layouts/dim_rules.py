@@ -18,8 +18,6 @@ from ..errors import DimError, DivisibilityError, LayoutError, LayoutTypeError
 from .layout import Layout
 from .mesh import Mesh
 
-_BETWEEN = re.compile(r"[\s,.;]+")
-_NAME = re.compile(r"[A-Za-z_]\w*")
 _PLUS = "+"  # between the axes of one dim
 
 
@@ -35,7 +33,7 @@ class Dim:
     size: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        if not is_name(self.name):
             raise DimError(f"a dim name must be a word such as 'batch'; received {self.name!r}.")
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 0:
             raise DimError(
@@ -239,9 +237,23 @@ class DimRules:
             raise LayoutError("\n".join(faults))
 
 
+def words_of(text: str) -> list[str]:
+    """The words of a text about dims: what stands between spaces, commas, points or semicolons.
+
+    >>> words_of("batch, length;d_model")
+    ['batch', 'length', 'd_model']
+    """
+    return re.findall(r"[^\s,.;]+", text)
+
+
+def is_name(name: object) -> bool:
+    """Whether this may be the name of a dim: letters, digits and ``_``, and no digit first."""
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z_]\w*", name) is not None
+
+
 def pairs_of(text: str, like: str) -> Iterable[tuple[str, str]]:
     """The two words of each item of a text. Raises :class:`DimError` for one not ``like`` that."""
-    for item in filter(None, _BETWEEN.split(text)):
+    for item in words_of(text):
         left, colon, right = item.partition(":")
         if not (left and colon and right) or ":" in right:
             raise DimError(f"{item!r} in {text!r} is not of the form {like!r}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import DimError
-from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
+from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of, words_of
 from .array import NamedArray, as_named, find, position
 from .operation import example, named_operation, operation
 
@@ -25,7 +24,7 @@ def dims_over(dims: Dims, over: Over) -> Dims:
 def names_in(over: str | Dim | Iterable[str | Dim]) -> list[str | Dim]:
     """Dims as one writes them, ``"h w"``, as a list. Raises :class:`DimError` for what is none."""
     if isinstance(over, str):
-        return list(re.findall(r"[^\s,.;]+", over))
+        return [*words_of(over)]
     several: list[Any] = [over]
     if isinstance(over, Iterable) and not isinstance(over, Dim):
         several = list(over)
@@ -43,7 +42,7 @@ def dims_among(dims: DimsLike | Iterable[str | Dim], among: Dims) -> Dims:
     """
     if isinstance(dims, Dim) or not isinstance(dims, Iterable):
         return as_dims(dims)
-    items = re.findall(r"[^\s,.;]+", dims) if isinstance(dims, str) else dims
+    items = words_of(dims) if isinstance(dims, str) else dims
     chosen_dims: list[Any] = []
     for item in items:
         if isinstance(item, str) and ":" not in item:

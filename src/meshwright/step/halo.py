@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..jaxprs.edits import call_of
-from ..jaxprs.link_rows import conv_places
+from ..jaxprs.link_rows import POOL_STEPS, conv_places
 from ..layouts.mesh import Mesh
 
 Entry = tuple[str, ...]  # the axes that split a dim; none if it is whole
@@ -160,7 +160,7 @@ def split_pool(eqn: Any, mesh: Mesh, entries: Sequence[Entry]) -> Any:
     def local(x: Any) -> Any:
         fetched = _fetch(x, halos, init)
         return jax.lax.reduce_window(
-            fetched, init, combine, **_named(params, _POOL_ARGUMENTS), padding=padding
+            fetched, init, combine, **_named(params, POOL_STEPS), padding=padding
         )
 
     spec = PartitionSpec(*map(_plain, entries))
@@ -190,7 +190,6 @@ _CONV_ARGUMENTS = (
     *("window_strides", "lhs_dilation", "rhs_dilation", "dimension_numbers"),
     *("batch_group_count", "precision", "preferred_element_type"),
 )
-_POOL_ARGUMENTS = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
 
 
 def _named(params: Any, names: Sequence[str]) -> dict[str, Any]:

@@ -18,10 +18,8 @@ from ..ordering import top_k
 from ..reductions import softmax
 from ..shapes import merge_dims
 from .dense import dense
-from .initialisers import Initialiser, Normal, VarianceScaling
+from .initialisers import SCALED, Normal
 from .layer import Params, as_dim, fit, in_dtype, under_rules, without
-
-_SCALED: Initialiser = VarianceScaling()
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,9 @@ class ProductKeyMemory:
         query, left, right, values = jax.random.split(key, 4)
         slots = Dim("slot", keys.size**2)
         return {
-            "query": _SCALED(query, (d_model,), (Dim("side", 2), heads, d_key)),
-            "left": _SCALED(left, (d_key,), (heads, keys)),
-            "right": _SCALED(right, (d_key,), (heads, keys)),
+            "query": SCALED(query, (d_model,), (Dim("side", 2), heads, d_key)),
+            "left": SCALED(left, (d_key,), (heads, keys)),
+            "right": SCALED(right, (d_key,), (heads, keys)),
             "values": Normal(d_model.size**-0.5)(values, (slots,), (d_model,)),
         }
 

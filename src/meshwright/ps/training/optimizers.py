@@ -21,10 +21,9 @@ from ...errors import ModelError
 from ...program import Arrays
 from ...step.local import Local
 from ..server.optimizers import twin_of
+from ..worker.gradients import NORMS
 from .embeddings import KerasLookups, serialized
 from .gradients import ROWS, Clip
-
-_NORMS = ("clipnorm", "global_clipnorm")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +49,7 @@ def take_apart(optimizer: Any, params: dict[str, Any], *, in_rounds: bool = Fals
         )
     written: Any = keras.optimizers.serialize(optimizer)
     config = dict(written["config"])
-    if any(config.get(norm) for norm in _NORMS) and config.get("gradient_accumulation_steps"):
+    if any(config.get(norm) for norm in NORMS) and config.get("gradient_accumulation_steps"):
         twin_of(written)  # refuses it, and says why
     clip = None
     if not in_rounds:
@@ -58,7 +57,7 @@ def take_apart(optimizer: Any, params: dict[str, Any], *, in_rounds: bool = Fals
             config.get("clipnorm"), config.get("global_clipnorm"), config.get("loss_scale_factor")
         )
     if clip is not None:
-        config.update(dict.fromkeys((*_NORMS, "loss_scale_factor")))
+        config.update(dict.fromkeys((*NORMS, "loss_scale_factor")))
     decayed = _decays(optimizer, params)
     return TakenApart(
         {**written, "config": config},
