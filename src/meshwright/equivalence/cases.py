@@ -8,10 +8,10 @@ from typing import Any
 
 from ..errors import BatchError, LayoutError, ModelError
 from ..layouts.dim_rules import DimRules
-from ..layouts.layout import MATCH, UNSHARDED, Layout, Spec
+from ..layouts.layout import Layout
 from ..layouts.layout_map import Given, LayoutMap, as_given
 from ..layouts.mesh import Mesh
-from ..layouts.placement_arguments import as_axes
+from ..layouts.placement_arguments import as_axes, on_axes_of
 
 Build = Callable[[], Any]
 
@@ -162,7 +162,7 @@ def _setup(
     options = dict(case.options)
     for name in _MAPPED:
         if options.get(name) is not None:
-            options[name] = {k: _within(v, mesh) for k, v in _mapped(options[name]).items()}
+            options[name] = {k: on_axes_of(mesh, v) for k, v in _mapped(options[name]).items()}
     if (ruled := _dim_rules(case)) is not None:
         options["rules"] = ruled.on(mesh)
     if ruled is None or "batch" in options:
@@ -171,7 +171,7 @@ def _setup(
     notes = [
         f"the mesh has no axis {axis!r}; dims laid out on it are not split here" for axis in absent
     ]
-    rules = {pattern: _within(layout, mesh) for pattern, layout in layouts.items()}
+    rules = {pattern: on_axes_of(mesh, layout) for pattern, layout in layouts.items()}
     return Setup(mesh, rules, options, tuple(notes))
 
 
@@ -183,19 +183,6 @@ def _dim_rules(case: Case) -> DimRules | None:
 def _axes_of(layout: Given) -> tuple[str, ...]:
     """The axes that a layout names itself."""
     return layout.axes if isinstance(layout, Layout) else ()
-
-
-def _within(layout: Given, mesh: Mesh) -> Given:
-    """The layout without the axes that the mesh does not have."""
-    if not isinstance(layout, Layout):
-        return layout
-
-    def on_mesh(spec: Spec) -> Any:
-        if spec in (MATCH, UNSHARDED):
-            return spec
-        return tuple(axis for axis in as_axes(spec) if axis in mesh) or UNSHARDED
-
-    return Layout([on_mesh(spec) for spec in layout.specs], pad=layout.pad)
 
 
 def _mapped(layouts: Any) -> dict[Any, Given]:

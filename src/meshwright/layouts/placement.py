@@ -171,11 +171,8 @@ class Placement:
         (None, '[unsharded, model]')
         """
 
-        def fitting(layout: Given) -> Given:
-            return on_axes_of(mesh, layout) if isinstance(layout, Layout) else layout
-
         def by_path(entries: tuple[PathLayout, ...]) -> tuple[PathLayout, ...]:
-            return tuple(entry._replace(layout=fitting(entry.layout)) for entry in entries)
+            return tuple(entry._replace(layout=on_axes_of(mesh, entry.layout)) for entry in entries)
 
         axes = tuple(axis for axis in self.batch_axes if axis in mesh)
         rules = self.rules
@@ -187,7 +184,7 @@ class Placement:
             mesh=mesh,
             layouts=by_path(self.layouts),
             batch=axes[0] if len(axes) == 1 else axes or None,
-            inputs=tuple((key, fitting(layout)) for key, layout in self.inputs),
+            inputs=tuple((key, on_axes_of(mesh, layout)) for key, layout in self.inputs),
             targets=(),
             activations=by_path(self.activations),
             zero=0,

@@ -94,8 +94,10 @@ def holds_match(layout: Given) -> bool:
     return isinstance(layout, Layout) and MATCH in layout.specs
 
 
-def on_axes_of(mesh: Mesh, layout: Layout) -> Layout:
-    """The unbound layout without the axes that a mesh does not have."""
+def on_axes_of(mesh: Mesh, layout: Given) -> Given:
+    """The unbound layout without the axes that a mesh does not have; names of dims as they are."""
+    if not isinstance(layout, Layout):
+        return layout
 
     def fitting(spec: Spec) -> Spec:
         if isinstance(spec, tuple):
