@@ -103,7 +103,7 @@ class LayoutsText(_Read):
 
 
 class OptionText(_Read):
-    """``zero=3``: a name and a JSON value, or a bare word; ``taken`` are options of their own."""
+    """``zero=3``: a name and a JSON value, or a bare word; names of ``options`` are refused."""
 
     name = "name=value"
 

@@ -157,7 +157,7 @@ def _walk(
         at = here if position is None else position
         if kind_of(instruction) is not None:
             yield Sighting(instruction, inside, count, at, fusion, is_outside_loops)
-        elif not instruction.opcode.endswith(("-done", "-update")):
+        elif not instruction.goes_on:
             times = count
             if instruction.opcode == "while" and times is not None:
                 trips = module.trip_count(instruction, inside)

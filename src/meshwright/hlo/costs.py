@@ -253,7 +253,7 @@ class _Walk:
             count=count,
             again=self._is_again(instruction.name),
         )
-        if instruction.opcode.endswith(("-done", "-update")):
+        if instruction.goes_on:
             return replace(bare, ends=instruction.operands[0])
         begins, ends = self._collectives(instruction, inside, count)
         if kind_of(instruction) is not None:

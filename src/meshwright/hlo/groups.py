@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from ..indices import unravel
+from ..indices import ravel, unravel
 from ..topology import across_slices
 
 Groups = tuple[tuple[int, ...], ...]  # positions of devices in the mesh, row-major
@@ -71,7 +71,7 @@ def groups_between_slices(text: str, axes: Axes) -> Groups:
         here = unravel(device, within)
         outer = unravel(index, spans)
         at = [o * size + i for o, size, i in zip(outer, within, here, strict=True)]
-        return functools.reduce(lambda so_far, i: so_far * sizes[i] + at[i], range(len(sizes)), 0)
+        return ravel(at, sizes)
 
     return tuple(tuple(position(*member) for member in group) for group in members)
 

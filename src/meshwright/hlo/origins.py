@@ -80,6 +80,10 @@ class Sources:
             for called in instruction.called
         }
 
+    def _caller(self, inside: Computation) -> tuple[Computation | None, Instruction | None]:
+        """The instruction that runs a computation, and the computation around it."""
+        return self._callers.get(inside.name, (None, None))
+
     def of(self, inside: Computation, name: str) -> tuple[int | None, str]:
         """Which argument of the program a value is a copy of, if any, and its ``op_name``."""
         op_name = ""
@@ -170,10 +174,10 @@ class Sources:
         """For what has no layer of its own: an argument of the program, or the ``op_name`` of an
         instruction in a layer, that is nearest among what takes the value and what it is made of.
         """
-        around, call = self._callers.get(inside.name, (None, None))
+        around, call = self._caller(inside)
         while call is not None and around is not None and call.opcode == "fusion":
             inside, instruction = around, call
-            around, call = self._callers.get(inside.name, (None, None))
+            around, call = self._caller(inside)
         return (
             self._nearest(inside, instruction, forward=True)
             or self._nearest(inside, instruction)
@@ -215,7 +219,7 @@ class Sources:
         return None
 
     def _handed_in(self, inside: Computation, number: int) -> tuple[Computation, str] | None:
-        around, call = self._callers.get(inside.name, (None, None))
+        around, call = self._caller(inside)
         if around is None or call is None or call.opcode == "while":
             return None
         return (around, call.operands[number]) if number < len(call.operands) else None
@@ -235,7 +239,7 @@ class Sources:
             fused = self._module.computations[instruction.called[0]]
             return self._item(fused, fused.root.name, index)
         if instruction.opcode == "parameter":
-            around, call = self._callers.get(inside.name, (None, None))
+            around, call = self._caller(inside)
             if around is not None and call is not None and call.opcode == "while":
                 return self._item(around, call.operands[0], index)
         return None

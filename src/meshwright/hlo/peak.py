@@ -162,7 +162,7 @@ def _nbytes(alive: _Alive) -> int:
 
 def _allocated(instruction: Instruction) -> list[int]:
     """Which results of an instruction take room in the main memory of the device."""
-    if instruction.opcode in _NO_MEMORY or instruction.opcode.endswith(("-done", "-update")):
+    if instruction.opcode in _NO_MEMORY or instruction.goes_on:
         return []
     begin, end, count = 0, len(instruction.results), len(instruction.operands)
     if instruction.opcode == "copy-start":  # (result, operand, ...)
@@ -209,7 +209,7 @@ def _ends(inside: Computation) -> Mapping[str, int]:
 
 
 def _is_view(instruction: Instruction) -> bool:
-    return instruction.opcode in _VIEWS or instruction.opcode.endswith(("-done", "-update"))
+    return instruction.opcode in _VIEWS or instruction.goes_on
 
 
 def _made_by(inside: Computation, names: list[str]) -> Iterator[tuple[str, int]]:

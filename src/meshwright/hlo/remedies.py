@@ -27,7 +27,8 @@ def remedy(
 ) -> str:
     """What would remove a collective; empty where it is wanted.
 
-    ``moved`` is the variable that it copies and ``made`` the one whose new value it makes, if any.
+    ``moved`` is the variable that it copies and ``target`` the one whose new value it makes, if
+    there is one.
     """
     if collective.kind != "all-gather" or collective.elements <= 1:
         return ""

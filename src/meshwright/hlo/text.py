@@ -56,6 +56,11 @@ class Instruction:
         return None if result is None else result[1]
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it ends, or takes further, what another instruction began."""
+        return self.opcode.endswith(("-done", "-update"))
+
+    @property
     def called(self) -> tuple[str, ...]:
         """The computations that it runs; not the scalar function of a reduction."""
         names = []
@@ -140,7 +145,7 @@ class Module:
 
 def _passes_on(instruction: Instruction) -> bool:
     views = ("bitcast", "copy", "copy-start", "get-tuple-element", "tuple")
-    return instruction.opcode in views or instruction.opcode.endswith(("-done", "-update"))
+    return instruction.opcode in views or instruction.goes_on
 
 
 def parse(text: str) -> Module:

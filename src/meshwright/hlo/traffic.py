@@ -61,7 +61,7 @@ class Transfer:
 class Rows:
     """Collectives that are alike: of one place, or of equal layers and as many bytes for each.
 
-    ``each`` has a tuple for each place or layer.
+    ``alike`` has a tuple for each place or layer.
     """
 
     alike: tuple[tuple[Transfer, ...], ...]

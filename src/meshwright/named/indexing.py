@@ -169,9 +169,9 @@ def whole_numbers(x: Any, what: str) -> NamedArray:
 class _Places:
     """Where indices point: orders of dims in which the dims of both arrays come first.
 
-    ``operand`` and ``taken`` are those of the array and of what is taken from it, ``result`` is how
-    the latter is handed back. ``numbers`` are the bare indices; what is out of range is made so at
-    the upper end, since JAX counts negative ones from there.
+    ``operand`` and ``gathered`` are those of the array and of what is taken from it, ``result`` is
+    how the latter is handed back. ``numbers`` are the bare indices; what is out of range is made so
+    at the upper end, since JAX counts negative ones from there.
     """
 
     def __init__(self, x: NamedArray, indices: NamedArray, dim: str | Dim, what: str) -> None:

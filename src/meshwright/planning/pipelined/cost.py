@@ -385,8 +385,8 @@ def _buffers(staging: Staging) -> int:
 
 
 def _bytes_in_flight(staging: Staging, result_bytes: int, products: int) -> int:
-    """What stages keep of passes in flight that they do not compute again: what is ``made`` of each
-    block, and gradients of the results of its products where those of weights wait."""
+    """What stages keep of passes in flight that they do not compute again: ``result_bytes`` of each
+    pass, and gradients of the results of ``products`` where those of weights wait."""
     if staging.pipeline.does_remat:
         return 0
     ticking = staging.ticking

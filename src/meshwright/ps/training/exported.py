@@ -57,8 +57,9 @@ class Exported:
     """A program's step, exported; a value that may travel.
 
     ``any_rows`` is the step for any number of rows; where there is none, ``why_not`` says why.
-    ``asked`` names the table of every lookup, in order. With a ``mesh`` the step is for several
-    devices: ``any_rows`` is for multiples of ``row_shards``, and ``uneven`` for other numbers.
+    ``lookup_tables`` names the table of every lookup, in order. With a ``mesh`` the step is for
+    several devices: ``any_rows`` is for multiples of ``row_shards``, and ``uneven`` for other
+    numbers.
     """
 
     name: str
