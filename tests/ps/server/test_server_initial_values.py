@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwright as mw
-from meshwright.ps.server import drawing
+from meshwright.ps.server import initial_values
 from meshwright.ps.server.initial_values import KINDS, Draw, rows_by_key, rows_of
 
 RANDOM = [k for k in KINDS if k not in ("zeros", "ones", "constant")]
@@ -26,7 +26,7 @@ RANDOM = [k for k in KINDS if k not in ("zeros", "ones", "constant")]
     seed=st.integers(0, 2**63),
 )
 def test_a_table_does_not_depend_on_how_it_is_cut(kind, rows, cuts, seed) -> None:
-    shape, size = (rows, 1000), drawing.block_rows((rows, 1000))
+    shape, size = (rows, 1000), initial_values.block_rows((rows, 1000))
     assert 1 < size < 100  # so that tables have several blocks
     draw = Draw.of({"kind": kind}, shape)
     whole = rows_of(draw, seed, shape, 0, rows, np.dtype("f"))

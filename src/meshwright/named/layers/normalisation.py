@@ -28,7 +28,7 @@ def layer_norm(
     ``over`` is split, two sums per position are exchanged. (Ba et al. 2016.)
 
     >>> from meshwright.named import named
-    >>> x = named(jnp.array([[1.0, 3.0]]), "batch:1 d_model:2")
+    >>> x = named([[1.0, 3.0]], "batch:1 d_model:2")
     >>> print(layer_norm(x, "d_model:2").array.round(3))
     [[-1.  1.]]
     """
