@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshwright.hlo.costs import read_costs
-from meshwright.hlo.loops import rounds
+from meshwright.hlo.loops import rounds, trip_count
 from meshwright.hlo.text import parse
 
 TEXT = """HloModule m, is_scheduled=true
@@ -65,7 +65,7 @@ IN_THE_TUPLE = {"end": "get-tuple-element(%held), index=1"}
 def trips(**other):
     module = parse(TEXT.format(**{**WRITTEN, **other}))
     inside = module.computations["main"]
-    return module.trip_count(inside.by_name["loop"], inside)
+    return trip_count(module, inside.by_name["loop"], inside)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .groups import Axes, Groups, axes_of, groups_between_slices, parse_groups
+from .loops import trip_count
 from .origins import Sources, op_name_of, origins_of
 from .text import Array, Computation, Instruction, Module, parse
 
@@ -160,7 +161,7 @@ def _walk(
         elif not instruction.goes_on:
             times = count
             if instruction.opcode == "while" and times is not None:
-                trips = module.trip_count(instruction, inside)
+                trips = trip_count(module, instruction, inside)
                 times = None if trips is None else times * trips
             part_of = instruction if instruction.opcode == "fusion" else fusion
             outside = is_outside_loops and instruction.opcode != "while"

@@ -16,6 +16,7 @@ from ..jaxprs.scopes import PHASES, layer_of, phase_of
 from .arithmetic import FREE, bytes_moved, kind_of_product, work_of
 from .collectives import Collective, Sighting, collective_of, identity_of, kind_of
 from .groups import Axes
+from .loops import trip_count
 from .origins import Sources, op_name_of
 from .text import Computation, Instruction, Module, parse
 
@@ -234,7 +235,7 @@ class _Walk:
         return self.program(self.module.computations[name], count)
 
     def _loop(self, instruction: Instruction, inside: Computation, count: int | None) -> Loop:
-        trips = self.module.trip_count(instruction, inside)
+        trips = trip_count(self.module, instruction, inside)
         if trips is None:
             self.unknown_loops.append(without_number(op_name_of(instruction)) or instruction.name)
         times = None if trips is None or count is None else count * trips

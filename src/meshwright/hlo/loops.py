@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .text import Computation, Instruction, Module
+from .text import Computation, Instruction, Module
 
 _SAME = ("bitcast", "convert", "copy", "copy-done", "copy-start", "reshape")
 _MOST = 256  # a value is not handed on more often

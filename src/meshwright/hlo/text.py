@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .loops import trip_count
-
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _WORDS = {"pred": "bool", "s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex"}
 _CALLS = re.compile(
@@ -137,10 +135,6 @@ class Module:
     def loop_around(self, body: str) -> tuple[Instruction, Computation] | None:
         """The loop that runs a computation as its body, and the computation that it is in."""
         return self._loops.get(body)
-
-    def trip_count(self, loop: Instruction, inside: Computation) -> int | None:
-        """How often the body of a ``while`` runs; ``None`` where the text does not say."""
-        return trip_count(self, loop, inside)
 
 
 def _passes_on(instruction: Instruction) -> bool:

@@ -26,12 +26,19 @@ def edited(function: Callable[..., Any], edit: Edit) -> Callable[..., Any]:
     from jax.extend.core import jaxpr_as_fun
 
     def run(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        closed, tree = traced(function, *args)
         changed = closed.replace(jaxpr=throughout(closed.jaxpr, edit))
-        results = jaxpr_as_fun(changed)(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return jax.tree.unflatten(tree, jaxpr_as_fun(changed)(*jax.tree.leaves(args)))
 
     return run
+
+
+def traced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The closed jaxpr of a call with arrays, or their shapes, and the tree of its results."""
+    import jax
+
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
+    return closed, jax.tree.structure(shapes)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

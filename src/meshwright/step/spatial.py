@@ -24,7 +24,7 @@ from typing import Any
 from .. import _compat
 from ..errors import LayoutError
 from ..jaxprs import lines, reach
-from ..jaxprs.edits import constraint_on
+from ..jaxprs.edits import constraint_on, traced
 from ..jaxprs.link_rows import conv_places
 from ..jaxprs.primitives import (
     CALLS,
@@ -99,7 +99,7 @@ def guard(function: Callable[..., Any], layouts: Layouts) -> Callable[..., Any]:
         import jax
         from jax.extend.core import jaxpr_as_fun
 
-        closed, tree = _trace(function, args, kwargs)
+        closed, tree = traced(function, *args, **kwargs)
         closed = lines.noted(closed)
         edited = _Edit(mesh).closed(closed, _follow(closed, layouts, args, kwargs))
         run = jaxpr_as_fun(edited)
@@ -180,23 +180,9 @@ def uneven_ops(
 ) -> list[Uneven]:
     """What :func:`guard` holds whole in this call, and why; the arguments may be abstract."""
     edit = _Edit(_mesh_of(layouts))
-    closed, _ = _trace(function, args, kwargs)
+    closed, _ = traced(function, *args, **kwargs)
     edit.closed(closed, _follow(closed, layouts, args, kwargs))
     return list(dict.fromkeys(edit.uneven))
-
-
-def _trace(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The closed jaxpr of the call, and the tree of its results."""
-    import jax
-
-    leaves, tree = jax.tree.flatten((args, kwargs))
-
-    def flat(*leaves: Any) -> Any:
-        args, kwargs = jax.tree.unflatten(tree, leaves)
-        return function(*args, **kwargs)
-
-    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    return closed, jax.tree.structure(shapes)
 
 
 # Layouts of the arguments

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...jaxprs.edits import traced
 from ...jaxprs.repeats import LEAST, NO_RUN, Run, repeated
 from ...jaxprs.scopes import layer_of
 from ...layouts.params import ParamInfo, Placed
 from ...program import Arrays, Aux, Batch, Program, TrainState, shapes_of
 from ..abstract_step import AbstractStep
-from .traced import TracedLoss, evaluated, shortened, traced, training_loss
+from .traced import TracedLoss, evaluated, shortened, training_loss
 
 Paths = tuple[str, ...]
 

@@ -9,18 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...jaxprs.edits import traced
 from ...jaxprs.repeats import Run, Var
 from ...jaxprs.slices import variables
 from ...program import Program, TrainState
 from .marks import mark_of
-
-
-def traced(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """The closed jaxpr of a call with arrays, or their shapes, and the tree of its results."""
-    import jax
-
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    return closed, jax.tree.structure(shapes)
 
 
 def evaluated(closed: Any, results: Sequence[Var], args: Any, run: Run) -> list[Any]:

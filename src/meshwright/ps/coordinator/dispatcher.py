@@ -65,7 +65,7 @@ class Dispatcher:
         self.broken: BaseException | None = None
         self.links: Links | None = None
         self.guardian: Guardian | None = None
-        self._refill = refill
+        self.refill = refill  # gives a server that came back the variables that it may lack
         self._beats = Beats()
         self._sent_s: dict[int, float] = {}
         self._recalled: set[int] = set()
@@ -302,10 +302,6 @@ class Dispatcher:
         """Whether a server can write snapshots, and how many updates are in none."""
         with self.changed:
             self.records.saving(server, fault, unsaved)
-
-    def refill(self, server: int, servers: Servers) -> None:
-        """A server came back: give it the variables that it may lack."""
-        self._refill(server, servers)
 
     # Steps go out
 

@@ -69,7 +69,7 @@ def gradient_updates(
 ) -> list[Update]:
     """The updates for (gradient, variable) pairs, whose optimizer the servers know afterwards.
 
-    ``known`` remembers what was sent to which servers. A gradient by rows is a pair of rows and
+    ``sent`` remembers what was sent to which servers. A gradient by rows is a pair of rows and
     values. Clipping by norms needs whole gradients, so it is done here; in a round the servers
     clip the mean.
     """
