@@ -16,6 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jax.experimental import multihost_utils
+
 from ..launch.joining import GENERATION
 from ..program import TrainState
 from .holders import Box, Hosts, gathered
@@ -74,9 +77,6 @@ class Copies:
 
     def _whole(self, key: str, like: Any, copy: MemoryInfo, here: PieceReader) -> Any:
         """An array of the copy on this host, with what only other hosts hold."""
-        import numpy as np
-        from jax.experimental import multihost_utils
-
         saved = next(array for array in copy.info.arrays if array.key == key)
         whole = np.empty(saved.dims, like.dtype)
         for box in sorted({box for pieces in copy.pieces.values() for box in pieces.get(key, ())}):
@@ -121,8 +121,6 @@ class Copies:
         late_notes: Callable[[], Mapping[str, Any]],
         then: Callable[[], None],
     ) -> None:
-        import numpy as np
-
         record = to_record(replace(info, notes={**info.notes, **late_notes()}))
         pieces = [
             (key, box, np.ascontiguousarray(piece))

@@ -7,6 +7,10 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 _GATHERED_BYTES = 2**16
 Box = tuple[tuple[int, int], ...]  # begin and end in each dim
 
@@ -22,8 +26,6 @@ class Hosts:
     @classmethod
     def of_this_group(cls) -> Hosts:
         """Those of the processes of JAX; all must ask."""
-        import jax
-
         rank = jax.process_index()
         place = int(os.environ.get("MESHWRIGHT_LOCAL_RANK") or 0)
         return cls(rank, place, [int(text) for text in gathered(str(rank - place))])
@@ -33,8 +35,6 @@ class Hosts:
 
     def pieces(self, array: Any) -> Iterator[tuple[Box, Any]]:
         """The pieces of an array that this process writes: each on this host once."""
-        import jax
-
         is_global = isinstance(array, jax.Array) and len(array.sharding.device_set) > 1
         if not is_global:
             if self.is_leader:
@@ -51,8 +51,6 @@ class Hosts:
 
     def moved(self, arrays: dict[str, Any], by: int) -> dict[str, Any]:
         """Arrays of which a host has pieces alone, each piece on a device ``by`` hosts further."""
-        import jax
-
         if by >= len(self.leaders):
             return {}
         split = {
@@ -119,8 +117,6 @@ def shifted(hosts: list[int], by: int) -> list[tuple[int, int]]:
 @functools.lru_cache(maxsize=8)
 def _mover(lies: tuple[tuple[str, Any], ...], first_of: tuple[int, ...], by: int) -> Any:
     """One compiled function that moves every piece of such arrays to the device of the peer."""
-    import jax
-
     leaders = sorted(set(first_of))
 
     def move(value: Any, sharding: Any) -> Any:
@@ -149,10 +145,6 @@ def _box(index: Iterable[slice], shape: tuple[int, ...]) -> Box:
 
 def gathered(text: str) -> list[str]:
     """What every process says, by rank."""
-    import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
-
     if jax.process_count() == 1:
         return [text]
     data = text.encode()

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from ..launch.memory import PIECES, piece_name
 from .holders import Box
 
@@ -110,9 +113,6 @@ class PieceReader:
 
     def read(self, key: str, box: Box) -> Any:
         """One piece; ``None`` where this host does not hold it."""
-        import jax.numpy as jnp
-        import numpy as np
-
         if (key, box) not in self._at:
             return None
         path, offset = self._at[key, box]

@@ -7,6 +7,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
+import numpy as np
+
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
 from ..planning.abstract_step import on_batch, unbound
@@ -66,8 +69,6 @@ class Forwards:
 
     def batch(self, rows: int) -> Any:
         """The shapes of a batch, as the forward pass takes it."""
-        import jax
-        import numpy as np
 
         def shape(like: Any) -> Any:
             dtype = like.dtype if hasattr(like, "dtype") else np.asarray(like).dtype
@@ -87,8 +88,6 @@ class Forwards:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters and state."""
-        import jax
-
         program = self._alone.program
         return sum(
             math.prod(info.dims) * jax.numpy.dtype(info.dtype).itemsize

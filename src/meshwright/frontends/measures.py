@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import jax
+import numpy as np
+
 from ..errors import LayoutError, ModelError
 from ..layouts.placement import Placement
 from ..planning.measurement import Measured
@@ -111,8 +114,6 @@ def _of_keras(model: keras.Model, batch: Batch, strategy: Sharded, steps: int) -
 
 def _valued(batch: Batch) -> Batch:
     """The batch, with zeros where there are shapes alone."""
-    import jax
-    import numpy as np
 
     def value(array: Any) -> Any:
         shape = isinstance(array, jax.ShapeDtypeStruct)

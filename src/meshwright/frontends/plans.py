@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import jax
+import numpy as np
+
 from ..errors import TargetError
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
@@ -198,8 +201,6 @@ def _strategy(model: Any, placement: Placement, how: Any = None) -> Any:
 
 def _num_inputs(model: Any, batch: Batch) -> int | None:
     """How many of the batch's arrays are a Keras model's inputs."""
-    import jax
-
     return None if isinstance(model, Program) else len(jax.tree.leaves(batch[0]))
 
 
@@ -220,8 +221,6 @@ def _report(
 
 def _micro_batch(batch: Batch, count: int) -> Batch:
     """The shapes of one of ``count`` equal parts of a batch."""
-    import jax
-    import numpy as np
 
     def part(array: Any) -> Any:
         dtype = array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype

@@ -16,6 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from .. import _compat
 from .edits import count_uses
 from .evaluation import evaluated
@@ -62,8 +65,6 @@ def in_parts(function: Callable[..., Any], pieces: Pieces) -> Callable[..., Any]
     """
 
     def run(*args: Any) -> Any:
-        import jax
-
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         others, sums = shapes
         first = len(jax.tree.leaves(others))
@@ -96,8 +97,6 @@ class Unsummed:
 
     def in_parts(self, others: Sequence[Unsummed] = ()) -> Any:
         """The sum over these rows and those of others, one part per piece."""
-        import jax
-
         spec = jax.sharding.PartitionSpec
         params = {k: None if k == "out_sharding" else v for k, v in self.eqn.params.items()}
         alone = self.eqn.replace(params=params)
@@ -163,8 +162,6 @@ def sum_parts(gradient: Any, ndim: int) -> Any:
 
 def sum_narrow(gradient: Any) -> Any:
     """The sum of parts, which travel in the type that they have: ``sum`` widens bfloat16 first."""
-    import jax
-
     return jax.lax.reduce(gradient, jax.numpy.zeros((), gradient.dtype), jax.lax.add, (0,))
 
 
@@ -177,8 +174,6 @@ def scatter_parts(
     :func:`sum_parts` sends, and an operation that not all of XLA's compilers find. All these axes
     are taken by hand: of one that is left to XLA it gathers every gradient first.
     """
-    import jax
-
     spec = jax.sharding.PartitionSpec
     after = [(*along, *axes) if at == dim else along for at, along in enumerate(lies)]
 
@@ -256,8 +251,6 @@ class _Plan:
 
     def take(self, eqn: Any, values: list[Any]) -> list[Any]:
         """The results of one equation."""
-        import jax
-
         if id(eqn) in self._sums:
             rows = Unsummed(self._pieces, eqn, tuple(values), self._sums[id(eqn)])
             return [rows if rows.is_small else rows.in_parts()]
@@ -280,8 +273,6 @@ class _Plan:
 
 def _widens(eqn: Any) -> bool:
     """Whether all that an equation does is to make numbers of a narrower type wider."""
-    import jax.numpy as jnp
-
     if eqn.primitive.name != "convert_element_type":
         return False
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype

@@ -13,6 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
 from .. import _compat
 from .links import How, Link, Place
 from .primitives import OUTSIDE, inner_jaxprs, links_of, opened, shape_of
@@ -151,8 +155,6 @@ class _Pair:
 
     def _random_bits(self) -> None:
         """Threefry counts elements from the first on: more rows leave the first ones' bits."""
-        import jax
-
         if self.outs == [None]:
             return
         config: Any = jax.config
@@ -193,8 +195,6 @@ _SIZES_OF_RESULTS = ("shape", "new_sizes")
 
 def _dim_of_atoms(small: Any, large: Any, pairs: dict[Any, Any]) -> Dim:
     """The dim along which one operand goes on in the large trace."""
-    from jax.extend.core import Literal
-
     if isinstance(small, Literal) or isinstance(large, Literal):
         if not (isinstance(small, Literal) and isinstance(large, Literal)):
             raise RowsMixError("the function has another form for more rows")
@@ -225,9 +225,6 @@ def _check_constants(small: Any, large: Any) -> None:
 
 def _same(small: Any, large: Any) -> bool:
     """Whether parameters, literals or constants are the same."""
-    import jax
-    import numpy as np
-
     if small is large:
         return True
     if isinstance(small, tuple | list) and isinstance(large, tuple | list):

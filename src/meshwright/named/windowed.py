@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from ..errors import DimError, DivisibilityError
 from ..layouts.dim_rules import Dim, as_dims
@@ -252,8 +253,6 @@ def by_device(
     out: Sequence[Dim],
 ) -> Callable[..., Any]:
     """The function of bare arrays, run by each device on its pieces; without rules, as it is."""
-    from jax.sharding import PartitionSpec
-
     if bound is None:
         return function
     specs = [PartitionSpec(*(_split(bound, dim.name) for dim in dims)) for dims in (*ins, out)]

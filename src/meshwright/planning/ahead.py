@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
+
 from .. import _compat
 from ..errors import CompileError, DoesNotFitError, TargetError
 from ..hlo.collectives import Collective, read_collectives
@@ -154,8 +156,6 @@ def _exported(
 ) -> tuple[bytes, dict[str, Any], tuple[SourceLine, ...]]:
     """The serialized step, flat in arguments and results, what the child has to know of it, and the
     lines of the source that it is from."""
-    import jax
-
     abstract = jax.tree.map(_abstract, tuple(args))
     mesh = _mesh_of(abstract)
     check_size(Mesh.from_jax(mesh), target)
@@ -188,8 +188,6 @@ def _exported(
 
 def _export(jitted: Any, traced: Any, abstract: Any, target: Target) -> Any:
     """The lowered step. Any custom call may be in it: the same JAX reads it at once."""
-    import jax
-
     exporting = jax.export.export(
         jitted, platforms=[target.platform], disabled_checks=[_compat.any_custom_call()]
     )
@@ -205,16 +203,12 @@ def _export(jitted: Any, traced: Any, abstract: Any, target: Target) -> Any:
 
 
 def _abstract(value: Any) -> Any:
-    import jax
-
     sharding = getattr(value, "sharding", None)
     named = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=named)
 
 
 def _mesh_of(abstract: Any) -> Any:
-    import jax
-
     for leaf in jax.tree.leaves(abstract):
         if leaf.sharding is not None:
             return leaf.sharding.mesh

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from ..hlo.groups import Axes
@@ -22,8 +23,6 @@ _PROFILED = 3  # steps under the profiler, which slows them down; their times do
 
 def copier(state: Any) -> Callable[[], Any]:
     """A copy of a state on the host, each piece once; the result makes the state of it again."""
-    import jax
-
     pieces = jax.tree.map(_Pieces.of, state)
     return lambda: jax.tree.map(_Pieces.again, pieces, is_leaf=lambda v: isinstance(v, _Pieces))
 
@@ -44,8 +43,6 @@ class _Pieces(NamedTuple):
         return cls(array.shape, array.sharding, values, lie)
 
     def again(self) -> Any:
-        import jax
-
         placed = [jax.device_put(self.values[part], device) for device, part in self.lie.items()]
         return jax.make_array_from_single_device_arrays(self.dims, self.sharding, placed)
 
@@ -54,8 +51,6 @@ def measure_step(
     jitted: Any, state: TrainState, batch: Any, *, name: str, axes: Axes, steps: int
 ) -> Measured:
     """What a jitted step ``(state, batch) -> (state, logs)`` takes here; the state is used up."""
-    import jax
-
     compiled = jitted.lower(state, batch).compile()  # at once, if it has been called before
     sizes = _sizes(state, batch)
     times = []
@@ -90,8 +85,6 @@ def _profiled(
     take: Callable[[TrainState], TrainState], state: TrainState, text: str, axes: Axes
 ) -> tuple[TrainState, tuple[SeenCollective, ...] | None]:
     """Some more steps under JAX's profiler, and the collectives that it saw."""
-    import jax
-
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # of no use here, and slow
     with tempfile.TemporaryDirectory(prefix="meshwright-") as name:
@@ -109,8 +102,6 @@ def _profiled(
 
 def _devices(tree: Any) -> list[Any]:
     """The devices of this process that hold a piece of it."""
-    import jax
-
     arrays = jax.tree.leaves(tree)
     devices = {s.device for array in arrays for s in array.addressable_shards}
     return sorted(devices, key=lambda device: device.id)
@@ -129,8 +120,6 @@ def _sizes(state: TrainState, batch: Any) -> dict[str, int]:
 
 
 def _most_bytes(tree: Any) -> int:
-    import jax
-
     bytes_of: dict[Any, int] = {}
     for array in jax.tree.leaves(tree):
         for shard in array.addressable_shards:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax
+
 from ..errors import DoesNotFitError
 from ..hlo.peak import LiveTensor, alive_at_peak
 from ..hlo.text import parse
@@ -195,8 +197,6 @@ def _model_flops(described: AbstractStep, target: Target) -> tuple[float | None,
 
 
 def _bytes_of_batch(described: AbstractStep) -> int:
-    import jax
-
     return sum(
         math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         for array in jax.tree.leaves(described.batch)
@@ -205,8 +205,6 @@ def _bytes_of_batch(described: AbstractStep) -> int:
 
 def arguments(described: AbstractStep) -> Sequence[Placed | None]:
     """Which variable each argument of the compiled step is; ``None`` for those of the batch."""
-    import jax
-
     by_path = [{entry.info.path: entry for entry in described.placed}] * len(described.state)
     named = TrainState(
         *(

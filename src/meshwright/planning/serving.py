@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import jax
+
 from ..errors import DoesNotFitError, PlanError
 from ..targets.hardware import Hardware
 from ..targets.target import Target
@@ -44,8 +46,6 @@ class ForwardStep(AbstractStep):
 
     @functools.cached_property
     def _forward(self) -> Any:
-        import jax
-
         predict = self.predict_step
         return jax.jit(lambda whole, batch: predict(whole.params, whole.state, batch))
 

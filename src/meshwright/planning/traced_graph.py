@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+
 from .. import _compat
 from ..errors import MeshError, ModelError
 from ..jaxprs.blocks import has_marks
@@ -37,8 +39,6 @@ def traced_step(described: AbstractStep) -> tuple[Any, list[Argument], int]:
 
     Without equations whose results nothing reads: derivatives leave some, and compilers drop them.
     """
-    import jax
-
     mesh = described.placement.mesh
     if mesh.size != 1:
         raise MeshError(
@@ -63,8 +63,6 @@ def traced_step(described: AbstractStep) -> tuple[Any, list[Argument], int]:
 
 def input_path(path: Any) -> str:
     """What an array of the batch is called, by its place in the tree."""
-    import jax
-
     where = jax.tree_util.keystr(path, simple=True, separator="/")
     return f"input/{where}" if where else "input"
 

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
+from jax.experimental import multihost_utils
+
 from ..checkpoint import CheckpointInfo, Checkpoints, Position
 from ..checkpoint.copies import Copies
 from ..checkpoint.snapshot import describe
@@ -215,12 +218,8 @@ def _notes(steps: Steps, callbacks: Callbacks, position: Position, ended: bool) 
 
 def _of_first_process(number: int) -> int:
     """The number that the first process has, in all of them; each must ask."""
-    import jax
-
     if jax.process_count() == 1:
         return number
-    from jax.experimental import multihost_utils
-
     return int(multihost_utils.broadcast_one_to_all(jax.numpy.int32(number)))
 
 

@@ -9,6 +9,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 from .. import _compat
 from ..errors import Preempted
 
@@ -105,27 +109,18 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
 
 
 def _several_processes() -> bool:
-    import jax
-
     return jax.process_count() > 1
 
 
 def _is_served() -> bool:
     """Whether JAX passes SIGTERM on."""
-    import jax
-
     return jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _all_reached(step: int) -> bool:
     """Whether a process was asked to stop, and this is the step at which all of them do."""
-    from jax.experimental import multihost_utils
-
     return _is_served() and multihost_utils.reached_preemption_sync_point(step)
 
 
 def _any_process(flag: bool) -> bool:
-    import numpy as np
-    from jax.experimental import multihost_utils
-
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))

@@ -16,6 +16,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+import jax
+import jax.numpy as jnp
+
 from ..jaxprs.edits import equations
 from ..jaxprs.row_parts import Gathered
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
@@ -125,8 +128,6 @@ def _way(micro: _Micro, whole: TrainState, batches: Sequence[Batch]) -> Way:
 def _side_by_side(
     micro: _Micro, whole: TrainState, batches: Sequence[Batch]
 ) -> tuple[TrainState, Arrays, Logs]:
-    import jax
-
     stacked = _stacked(batches)
     gradient = micro.gradient(side_by_side(micro.program), _shares(micro.program, batches)[0])
     gradient = micro.sharing.in_loops(gradient)
@@ -155,9 +156,6 @@ def _side_by_side(
 def _in_a_loop(
     micro: _Micro, whole: TrainState, batches: Sequence[Batch]
 ) -> tuple[TrainState, Arrays, Logs]:
-    import jax
-    import jax.numpy as jnp
-
     share, rows = _shares(micro.program, batches)[0], _row_shares(batches)
     sharing, ndims = micro.sharing, {path: value.ndim for path, value in whole.params.items()}
 
@@ -218,14 +216,10 @@ _WAYS: dict[Way, Callable[..., tuple[TrainState, Arrays, Logs]]] = {
 
 
 def _stacked(batches: Sequence[Batch]) -> Batch:
-    import jax
-
     return jax.tree.map(lambda *parts: jax.numpy.stack(parts), *batches)
 
 
 def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
-    import jax
-
     return tuple(leaf.shape for leaf in jax.tree.leaves(batch))
 
 
@@ -256,8 +250,6 @@ def side_by_side(program: Program) -> Program:
     """
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
-        import jax
-
         def one(batch: Batch) -> tuple[Any, Aux]:
             return program.loss(params, whole, batch, training)
 
@@ -276,7 +268,6 @@ def saves_nothing_in_turn(
     They may where no batch changes what the next one reads: a seed, or batch statistics. Their
     activations, over ``pieces`` pieces of the rows, are counted as if all were kept at once.
     """
-    import jax
 
     def run(state: Arrays, metrics: Arrays, params: Arrays, batch: Batch) -> Any:
         _, aux = program.loss(params, whole._replace(state=state, metrics=metrics), batch, True)

@@ -29,6 +29,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
 from .. import _compat
 from ..jaxprs.branches import with_free_results
 from ..jaxprs.edits import edited
@@ -144,8 +148,6 @@ class Assembly:
     @functools.cached_property
     def state(self) -> TrainState:
         """The state without values, as it is stored."""
-        import jax
-        import jax.numpy as jnp
 
         def array(placed: Placed) -> Any:
             dtype, sharding = jnp.dtype(placed.info.dtype), placed.layout.sharding
@@ -266,8 +268,6 @@ class Assembly:
 
         XLA has got nothing wrong in it but what is split beyond the rows of a batch.
         """
-        import jax
-
         program = self.program
         if any(layout.axes != layout.dim_axes(0) for layout in jax.tree.leaves(lies)):
             program = guarded(program, self.used, lambda _: lies)
@@ -322,8 +322,6 @@ class Assembly:
     @functools.cached_property
     def initial(self) -> Any:
         """Makes the first state, each array directly in its layout."""
-        import jax
-
         initial = stored(self.program, self.storing).initial
         return jax.jit(self.under(initial), out_shardings=self.shardings)
 
@@ -348,24 +346,18 @@ class Assembly:
         return _compat.jit_inlined(self.train_step)
 
     def _compiled(self, step: Callable[..., Any]) -> Any:
-        import jax
-
         # A new state lies as the old one did, whatever XLA would prefer.
         return jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, None))
 
     @functools.cached_property
     def test(self) -> Any:
         """``(state, batch) -> (state of the model, metrics, logs)``: nothing else changes."""
-        import jax
-
         lies = self.shardings.state, self.shardings.metrics, None
         return jax.jit(measured(self.test_step), out_shardings=lies)
 
     @functools.cached_property
     def predict(self) -> Any:
         """:attr:`predict_step`, compiled; of several processes every one returns all rows."""
-        import jax
-
         whole = None
         if jax.process_count() > 1:
             whole = jax.sharding.NamedSharding(
@@ -375,8 +367,6 @@ class Assembly:
 
     def forward(self, state: TrainState, inputs: Any) -> Any:
         """The outputs of the program for inputs as they lie; compiled once for each layout."""
-        import jax
-
         leaves, tree = jax.tree.flatten(inputs)
         key = tree, tuple(_layout_of(leaf, self.placement.mesh) for leaf in leaves)
         if key not in self._forwards:
@@ -409,9 +399,6 @@ def _by_stages(staged: Staged, program: Program, sharing: Sharing, differentiate
 
 def _layout_of(value: Any, mesh: Mesh) -> Layout | None:
     """How an array lies on this mesh; ``None`` for what is elsewhere, or traced."""
-    import jax
-    from jax.core import Tracer
-
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return None
     sharding = value.sharding

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+
 from ..jaxprs.evaluation import bound, read, take
 from ..jaxprs.primitives import CHECKPOINTS, MOVES
 from ..jaxprs.slices import variables
@@ -29,8 +31,6 @@ def leaving_in_turn(gradient: Gradient, sums_over_devices: bool) -> Gradient:
     """
 
     def run(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Aux, Arrays]:
-        import jax
-
         closed, shapes = jax.make_jaxpr(gradient, return_shape=True)(params, whole, batch)
         aux, grads = shapes
         results = closed.jaxpr.outvars[len(jax.tree.leaves(aux)) :]
@@ -48,8 +48,6 @@ def leaving_in_turn(gradient: Gradient, sums_over_devices: bool) -> Gradient:
 
 def _run(closed: Any, args: list[Any], summed: set[Any]) -> list[Any]:
     """The results, where nothing waits for those variables."""
-    import jax
-
     jaxpr = closed.jaxpr
     env = bound(jaxpr, closed.consts, args)
     blocks = [eqn for eqn in jaxpr.eqns if _is_backward(eqn)]

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import numpy as np
+
 from ..errors import BatchError
 from ..layouts.dim_names import DimNames
 from ..layouts.layout import Layout
@@ -28,8 +31,6 @@ class BatchLayouts:
         A ``last`` batch that does not divide has all its rows on every device. Raises
         :class:`~meshwright.BatchError` for another one.
         """
-        import jax
-
         if isinstance(batch, Padded):
             tree = jax.tree.structure(batch.arrays)
             layouts = [layout for _, layout in self.padded(batch.arrays)]
@@ -48,7 +49,6 @@ class BatchLayouts:
         A step that was traced for them is not traced again for the batch itself. Raises
         :class:`~meshwright.BatchError` as a call does.
         """
-        import jax
 
         def array(value: Any, layout: Layout) -> Any:
             return jax.ShapeDtypeStruct(value.shape, device_dtype(value), sharding=layout.sharding)
@@ -63,8 +63,6 @@ class BatchLayouts:
 
     def for_any_rows(self, batch: Batch) -> list[Layout]:
         """The layouts of a batch like this one whose rows divide."""
-        import jax
-
         rows = self.placement.mesh.size
 
         def like(value: Any) -> Any:
@@ -79,8 +77,6 @@ class BatchLayouts:
         return [layout for label, layout in pairs if label.kind == "input"]
 
     def _by(self, placement: Placement, batch: Batch) -> list[Layout]:
-        import jax
-
         layout_of = {"input": placement.input_layout, "target": placement.target_layout}
         labels = self.label(batch)
         for kind in ("input", "target"):
@@ -95,8 +91,6 @@ class BatchLayouts:
 
 def check_sizes(batch: Batch) -> None:
     """Raise :class:`~meshwright.BatchError` for shapes without a size, as of ``keras.Input``."""
-    import jax
-
     for value in jax.tree.leaves(batch):
         if None in getattr(value, "shape", ()):
             raise BatchError(
@@ -112,17 +106,12 @@ def is_key(value: Any) -> bool:
     >>> is_key(jax.random.key(0)), is_key(jax.random.PRNGKey(0))
     (True, False)
     """
-    import jax
-
     dtype = getattr(value, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def device_dtype(value: Any) -> Any:
     """The dtype that a host value has on devices."""
-    import jax
-    import numpy as np
-
     dtype = getattr(value, "dtype", None)
     if is_key(value):
         return dtype  # JAX's own, which has no narrower one

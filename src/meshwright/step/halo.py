@@ -13,6 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
 from ..jaxprs.edits import call_of
 from ..jaxprs.link_rows import POOL_STEPS, conv_places
 from ..layouts.mesh import Mesh
@@ -106,9 +110,6 @@ def split_conv(
     eqn: Any, mesh: Mesh, batch: Entry, spatial: Sequence[Entry], features: Entry
 ) -> Any:
     """The equation of a convolution that is split so; ``features`` are those of the result."""
-    import jax
-    from jax.sharding import PartitionSpec
-
     params = dict(eqn.params)
     numbers = params["dimension_numbers"]
     groups = params.pop("feature_group_count")
@@ -143,9 +144,6 @@ def split_conv(
 
 def split_pool(eqn: Any, mesh: Mesh, entries: Sequence[Entry]) -> Any:
     """The equation of a pooling operation that is split so, one entry per dim."""
-    import jax
-    from jax.sharding import PartitionSpec
-
     params = eqn.params
     (x,), (out,) = eqn.invars, eqn.outvars
     init, combine = pooling(eqn)
@@ -169,9 +167,6 @@ def split_pool(eqn: Any, mesh: Mesh, entries: Sequence[Entry]) -> Any:
 
 def pooling(eqn: Any) -> tuple[Any, Callable[..., Any]]:
     """What a pooling operation begins with, and what it combines elements by."""
-    import jax
-    import numpy as np
-
     dtype = eqn.invars[0].aval.dtype
     if eqn.primitive.name == "reduce_window_sum":
         return np.zeros((), dtype)[()], jax.lax.add
@@ -220,8 +215,6 @@ def _fetch(x: Any, halos: dict[int, tuple[Entry, Halo]], fill: Any) -> Any:
 
 
 def fetch_along(x: Any, dim: int, axes: Entry, need: Halo, fill: Any) -> Any:
-    import jax
-
     index = jax.lax.axis_index(axes)
     before = _neighbours(x, dim, axes, need, need.left, fill, index, towards=1)
     after = _neighbours(x, dim, axes, need, need.right, fill, index, towards=-1)
@@ -236,8 +229,6 @@ def _neighbours(
     x: Any, dim: int, axes: Entry, need: Halo, rows: int, fill: Any, index: Any, towards: int
 ) -> list[Any]:
     """Rows of the devices before (``towards`` 1, upwards) or after this one, nearest first."""
-    import jax
-
     own = x.shape[dim]
     fetched = []
     for distance in range(1, -(-rows // own) + 1):
@@ -259,8 +250,6 @@ def _neighbours(
 
 def _sharded(eqn: Any, mesh: Mesh, local: Callable[..., Any], specs: Sequence[Any]) -> Any:
     """The equation of ``local`` on pieces, in the place of another one."""
-    import jax
-
     sharded = jax.shard_map(
         local, mesh=mesh.jax_mesh, in_specs=tuple(specs[:-1]), out_specs=specs[-1]
     )

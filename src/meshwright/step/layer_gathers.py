@@ -13,6 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
 from .. import _compat
 from ..jaxprs.edits import call_of, shapes_of
 from ..jaxprs.slices import variables
@@ -46,8 +50,6 @@ class Spread:
 
     @classmethod
     def of(cls, key: _Key, slices: Slices, function: Callable[[Any], tuple[Any, ...]]) -> Spread:
-        import jax
-
         shape = jax.ShapeDtypeStruct(key.param.aval.shape, key.param.aval.dtype)
         variables = jax.make_jaxpr(function)(shape).jaxpr.outvars
         return cls(key.param, slices, function, tuple(variables))
@@ -200,8 +202,6 @@ def _param_of(var: Var, made_by: Mapping[Var, Any]) -> Var | None:
 
 
 def _is_cast(eqn: Any) -> bool:
-    import jax.numpy as jnp
-
     is_float = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
     return eqn.primitive.name == "convert_element_type" and is_float
 
@@ -228,8 +228,6 @@ def stacked(layer: Layout) -> Layout:
 
 def _spread(key: _Key, slices: Slices) -> Callable[[Any], Any]:
     """Lays a parameter out in pieces of its layers. Its gradient is shared out as it is."""
-    import jax
-
     own = key.param.aval.dtype
     pieces, shared = slices.pieces.sharding, slices.shared.sharding
     constrained = jax.lax.with_sharding_constraint
@@ -252,8 +250,6 @@ def _layers(
 
     Their gradients are put together at once: as that of a slice, each would be as large as all.
     """
-    import jax
-    import jax.numpy as jnp
 
     def cut(stack: Any) -> tuple[Any, ...]:
         return tuple(stack[number : number + 1] for number in numbers)
@@ -273,8 +269,6 @@ def _layers(
 
 def _gathering(closed: Any, slots: Mapping[int, Slices], policy: Callable[..., Any] | None) -> Any:
     """The function of a loop that gathers these of its arguments."""
-    import jax
-    from jax.extend.core import jaxpr_as_fun
 
     def step(*args: Any) -> Any:
         values = [

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+from jax.extend.core import jaxpr_as_fun
+
 from .. import _compat
 from ..jaxprs.edits import constraint_on
 from ..jaxprs.primitives import CHECKPOINTS
@@ -33,9 +36,6 @@ def scattering_in_loops(
     """
 
     def run(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Aux, Arrays]:
-        import jax
-        from jax.extend.core import jaxpr_as_fun
-
         closed, shapes = jax.make_jaxpr(gradient, return_shape=True)(params, whole, batch)
         aux, grads = shapes
         first = len(jax.tree.leaves(aux))

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from ..jaxprs.edits import count_uses
 from ..jaxprs.evaluation import Values, bound, read, take
 from ..jaxprs.slices import is_literal, reached, variables
@@ -35,8 +37,6 @@ def counted(count: Count) -> Count:
     """
 
     def run(counts: Counts, batches: Any) -> tuple[Counts, Any]:
-        import jax
-
         number = len(jax.tree.leaves(batches)[0])
         apart = [jax.tree.map(lambda a, i=i: a[i], batches) for i in range(number)]
         closed, shapes = jax.make_jaxpr(count, return_shape=True)(counts, apart[0])

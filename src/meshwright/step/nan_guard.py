@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from .. import _compat
 from ..jaxprs.evaluation import evaluated
 from ..jaxprs.primitives import CONTROL_FLOW, inner_jaxprs, opened
@@ -31,8 +35,6 @@ class StandStill:
         """``step``, made from :attr:`program`, so that it does not go on after a bad one."""
 
         def standing(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
-            import jax.numpy as jnp
-
             self._stands = ~_finite({path: whole.metrics[path] for path in self._losses})
             try:
                 new, logs = step(whole, batch)
@@ -72,8 +74,6 @@ def look(program: Program, state: TrainState, batch: Batch) -> NotFinite:
 
     Of several processes none has all the numbers: inputs and operations are then left out.
     """
-    import jax
-    import numpy as np
 
     def loss(params: Arrays) -> Any:
         return program.loss(params, state, batch, True)
@@ -107,8 +107,6 @@ def first_operation(function: Callable[..., Any], *args: Any) -> str:
     >>> first_operation(lambda x: jnp.sum(jnp.log(x - 1) * 2), jnp.ones([3]))
     'log'
     """
-    import jax
-
     closed = jax.make_jaxpr(function)(*args)
     try:
         evaluated(closed.jaxpr, closed.consts, jax.tree.leaves(args), _checked)
@@ -136,37 +134,24 @@ def _checked(eqn: Any, operands: list[Any]) -> list[Any]:
 
 def _finite(tree: Any) -> Any:
     """Whether every float of a tree is finite, as a traced scalar."""
-    import jax
-    import jax.numpy as jnp
-
     checks = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
     return jnp.all(jnp.stack(checks)) if checks else jnp.asarray(True)
 
 
 def _either(condition: Any, one: Any, other: Any) -> Any:
-    import jax
-    import jax.numpy as jnp
-
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
 
 def _is_float(leaf: Any) -> bool:
-    import jax.numpy as jnp
-
     return jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
 
 
 def _is_bad(value: Any) -> bool:
-    import jax.numpy as jnp
-
     return _is_float(value) and not bool(jnp.all(jnp.isfinite(value)))
 
 
 def _bad_inputs(batch: Batch) -> Iterator[str]:
     """Each array of a batch that is not finite, with its rows."""
-    import jax
-    import numpy as np
-
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         if _is_bad(leaf):
             host = np.atleast_1d(np.asarray(leaf))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from .. import _compat
 from ..jaxprs.edits import call_of
 from ..jaxprs.primitives import CHECKPOINTS
@@ -25,7 +27,6 @@ def _is_own(eqn: Any) -> bool:
 
 def _apart(eqn: Any) -> Any:
     """A checkpoint as a function with a gradient of its own: it keeps what its own policy says."""
-    import jax
 
     def run(*args: Any) -> list[Any]:
         return _compat.evaluate(eqn, list(args))

@@ -20,6 +20,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
 from .. import _compat
 from ..jaxprs.blocks import BLOCK, has_blocks, has_marks, has_turns, is_mark
 from ..jaxprs.edits import shapes_of
@@ -40,8 +43,6 @@ def block_output(value: Any) -> Any:
     >>> block_output(jnp.ones(3)).shape
     (3,)
     """
-    from jax.ad_checkpoint import checkpoint_name
-
     return checkpoint_name(value, BLOCK)
 
 
@@ -100,8 +101,6 @@ def _with_carry_marked(loop: Any) -> Any:
 
 def _mark_of(var: Any) -> Any:
     """The equation that marks a variable."""
-    import jax
-
     (mark,) = jax.make_jaxpr(block_output)(*shapes_of([var])).jaxpr.eqns
     return mark.replace(invars=[var])
 
@@ -161,8 +160,6 @@ def check_remat(remat: str) -> list[str]:
 
 def policy_of(remat: str) -> Any:
     """What is kept for the backward pass, as ``jax.checkpoint`` takes it; everything for "none"."""
-    import jax
-
     if remat == "none":
         return jax.checkpoint_policies.everything_saveable
 
@@ -183,8 +180,6 @@ def _of_weights(primitive: Any, *_: Any, **params: Any) -> bool:
 
 def _policy_names() -> list[str]:
     """The policies themselves, not the functions that make one of arguments."""
-    import jax
-
     policies = vars(jax.checkpoint_policies).items()
     return [name for name, value in policies if callable(value) and _is_policy(value)]
 

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
 from .. import _compat
 from ..jaxprs.edits import (
     Edit,
@@ -109,7 +112,6 @@ def in_stretches(
     may add others (``Spread`` of ``layer_gathers.py``). With ``writes_out`` jitted parts are cut,
     too.
     """
-    import jax
 
     def run(params: Any, *others: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *others)
@@ -133,8 +135,6 @@ def in_stretches(
 
 def _has_layers(eqn: Any) -> bool:
     """Whether it is a jitted part of a model, of several products or with a loop inside."""
-    import jax
-
     if eqn.primitive.name != "jit":
         return False
     given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
@@ -177,8 +177,6 @@ def gathered(value: Any, whole: Any, shared: Any) -> Any:
 
     ``whole`` and ``shared`` are shardings.
     """
-    import jax
-    from jax.ad_checkpoint import checkpoint_name
 
     @jax.custom_vjp
     def gather(value: Any) -> Any:
@@ -242,8 +240,6 @@ def _by_itself(
     traced: Equations, stretch: Stretch, eqns: Sequence[Any], env: dict[Var, Any]
 ) -> None:
     """Evaluate a stretch; of what it makes, what is read after it becomes known."""
-    import jax
-
     produced = [var for eqn in eqns for var in eqn.outvars]
     read = [var for eqn in eqns for var in variables(eqn.invars)]
     early = traced.before(read)
@@ -265,8 +261,6 @@ def _by_itself(
 
 def _cut_inside(eqn: Any, cut: Cut) -> Any:
     """A call or loop with the function in it computed in stretches."""
-    import jax
-
     closed = eqn.params["jaxpr"]
     traced = Equations(closed.jaxpr, ())
     in_loop = eqn.primitive.name == "scan"
@@ -306,8 +300,6 @@ def _computed(traced: Equations, here: Mapping[Var, Any]) -> list[Var]:
 
 
 def _is_float(value: Any) -> bool:
-    import jax
-
     return jax.numpy.issubdtype(value.dtype, jax.numpy.floating)
 
 
@@ -328,7 +320,6 @@ def _hold_back(traced: Equations, stretch: Stretch, env: dict[Var, Any]) -> None
 
 def _gradients_together(values: list[Any]) -> list[Any]:
     """The same values, none of whose gradients is there before all are."""
-    import jax
 
     @jax.custom_vjp
     def together(values: list[Any]) -> list[Any]:
@@ -342,7 +333,6 @@ def _gradients_together(values: list[Any]) -> list[Any]:
 
 def _together(values: list[Any]) -> list[Any]:
     """The same values, none of which is there before all are; gradients do not wait."""
-    import jax
 
     @jax.custom_jvp
     def together(values: list[Any]) -> list[Any]:
@@ -357,8 +347,6 @@ def _together(values: list[Any]) -> list[Any]:
 
 def _make(early: Sequence[Any], read: Sequence[Var], here: dict[Var, Any]) -> None:
     """Make what the stretch reads of parameters; gathered ones, cast or not, are not kept."""
-    import jax
-
     gathered = {var for eqn in early if is_gather(eqn) for var in eqn.outvars}
     for eqn in early:
         if not gathered.isdisjoint(variables(eqn.invars)):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from ..jaxprs.blocks import has_blocks
 from ..jaxprs.edits import Edit, unchanged
 from ..jaxprs.row_parts import Pieces, in_parts, scatter_parts, sum_narrow, sum_parts
@@ -160,8 +162,6 @@ class Sharing:
 
     def _sum(self, path: str, gradient: Any, param: Any) -> Any:
         """A gradient of this parameter, maybe in parts: summed to what will be updated."""
-        import jax
-
         ndim = param.ndim
         if gradient.ndim > ndim and not self.level and gradient.dtype != param.dtype:
             return sum_narrow(gradient).astype(param.dtype)
@@ -182,8 +182,6 @@ class Sharing:
 
     def part(self, value: Any, ndim: int) -> Any:
         """A gradient that may be in parts, in its layout; see ``row_parts.py``."""
-        import jax
-
         if value.ndim == ndim:
             return value
         spec = jax.sharding.PartitionSpec
@@ -241,8 +239,6 @@ def shared(program: Program, sharing: Sharing, remat: str = "none") -> Program:
 
 def _rows(batch: Batch) -> int:
     """The rows that are computed; none where no array of the batch has dims."""
-    import jax
-
     return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim), 0)
 
 
@@ -258,8 +254,6 @@ def with_shardings(
 
     Micro-batches are computed side by side only where a program hands its state on untouched.
     """
-    import jax
-
     before = before or {}
     return {
         path: value
@@ -276,8 +270,6 @@ def _in_turn(
     edit: Edit = unchanged,
     remat: str = "none",
 ) -> Callable[..., Any]:
-    import jax
-
     if sharing.level < 3:
         return function
     policy = but_gathered(jax.checkpoint_policies.everything_saveable)
@@ -315,8 +307,6 @@ _NEAR = 24  # equations between two that read one parameter, so that it is gathe
 
 def where_read(traced: Equations, within: range | None = None) -> list[Stretch]:
     """A stretch for each parameter, or for several that are read among each other."""
-    import jax
-
     policy = but_gathered(jax.checkpoint_policies.everything_saveable)
     joined: list[Stretch] = []
     for start, end in sorted(_runs(traced, within or range(len(traced.rest)))):

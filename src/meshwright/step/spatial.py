@@ -21,6 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+from jax.extend.core import Literal, jaxpr_as_fun
+from jax.sharding import PartitionSpec
+
 from .. import _compat
 from ..errors import LayoutError
 from ..jaxprs import lines, reach
@@ -96,9 +100,6 @@ def guard(function: Callable[..., Any], layouts: Layouts) -> Callable[..., Any]:
     mesh = _mesh_of(layouts)
 
     def safe(*args: Any, **kwargs: Any) -> Any:
-        import jax
-        from jax.extend.core import jaxpr_as_fun
-
         closed, tree = traced(function, *args, **kwargs)
         closed = lines.noted(closed)
         edited = _Edit(mesh).closed(closed, _follow(closed, layouts, args, kwargs))
@@ -163,8 +164,6 @@ def is_safe(layouts: tuple[Any, Any, Any]) -> bool:
 
     ``layouts`` are those of parameters, of other variables and of the batch.
     """
-    import jax
-
     params, state, batch = layouts
     if any(layout.axes for layout in jax.tree.leaves((params, state))):
         return False
@@ -193,8 +192,6 @@ def _is_layout(node: Any) -> bool:
 
 
 def _mesh_of(layouts: Layouts) -> Mesh:
-    import jax
-
     leaves = jax.tree.leaves(layouts, is_leaf=_is_layout)
     meshes = {leaf.bound_mesh() for leaf in leaves if leaf is not None}
     if len(meshes) != 1:
@@ -207,8 +204,6 @@ def _mesh_of(layouts: Layouts) -> Mesh:
 
 def _follow(closed: Any, layouts: Layouts, args: Any, kwargs: Any) -> Scope:
     """Follow the cuts of the arguments' layouts through the traced function."""
-    import jax
-
     per_argument = (*layouts, *[None] * (len(args) - len(layouts)))
     spread = jax.tree.broadcast(per_argument, args, is_leaf=_is_layout)
     per_leaf = jax.tree.leaves(spread, is_leaf=_is_layout)
@@ -388,8 +383,6 @@ class _Edit:
 
     def _constrained(self, eqn: Any, specs: Specs) -> list[Any]:
         """The equation between constraints on its operands and on its results."""
-        from jax.extend.core import Literal
-
         before, after = [], []
         invars, outvars = list(eqn.invars), list(eqn.outvars)
         for (is_result, index), whole in specs.items():
@@ -408,8 +401,6 @@ class _Edit:
 
     def _constraint(self, atom: Any, whole: dict[int, None], eqn: Any) -> Any:
         """An equation that holds dims of a value whole; its result is a variable of its own."""
-        from jax.sharding import PartitionSpec
-
         entries = [
             None if dim in whole else PartitionSpec.UNCONSTRAINED
             for dim in range(len(atom.aval.shape))

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from ..jaxprs.edits import equations
 from ..jaxprs.flops import product_flops
 from ..program import Batch, Logs, Step, TrainState
@@ -36,14 +38,10 @@ class Together(NamedTuple):
     @property
     def number(self) -> int:
         """How many batches there are."""
-        import jax
-
         return jax.tree.leaves(self.arrays)[0].shape[0]
 
     def apart(self) -> list[Batch]:
         """One batch after another."""
-        import jax
-
         return [jax.tree.map(lambda a, i=i: a[i], self.arrays) for i in range(self.number)]
 
 
@@ -78,8 +76,6 @@ def is_small(batch: Batch) -> bool:
     >>> is_small(np.zeros([128, 28, 28], "float32")), is_small(np.zeros([128, 224, 224, 3], "int8"))
     (True, False)
     """
-    import jax
-
     leaves = jax.tree.leaves(batch)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) <= _MOST_BYTES
 

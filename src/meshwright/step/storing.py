@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
 from ..layouts.layout import Layout
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
@@ -46,8 +50,6 @@ class Stored:
 
     def cut(self, value: Any) -> Any:
         """The array in its own dims, in the pieces that it is stored in."""
-        import jax
-
         return jax.lax.slice(value, [0] * len(self.dims), self.dims)
 
     def take(self, value: Any) -> Any:
@@ -59,9 +61,6 @@ class Stored:
         >>> jax.jit(jax.grad(lambda b: (2 * bias.take(b)).sum()))(jnp.ones([4])).tolist()
         [2.0, 2.0, 2.0, 0.0]
         """
-        import jax
-        from jax.ad_checkpoint import checkpoint_name
-
         whole = self.used.fitting(self.dims).sharding
         constrain = jax.lax.with_sharding_constraint
 
@@ -77,9 +76,6 @@ class Stored:
         return take(value)
 
     def _padded(self, value: Any, layout: Layout) -> Any:
-        import jax
-        import jax.numpy as jnp
-
         stored = layout.stored_dims(self.dims)
         behind = [(0, more - size) for size, more in zip(self.dims, stored, strict=True)]
         return jax.lax.with_sharding_constraint(jnp.pad(value, behind), layout.sharding)
@@ -214,13 +210,9 @@ def _grown(info: ParamInfo, part: dict[str, Stored]) -> ParamInfo:
 
 @functools.lru_cache(maxsize=1024)
 def _padding(stored: Stored) -> Any:
-    import jax
-
     return jax.jit(stored.pad, out_shardings=stored.at_rest.sharding)
 
 
 @functools.lru_cache(maxsize=1024)
 def _cutting(stored: Stored) -> Any:
-    import jax
-
     return jax.jit(stored.cut, out_shardings=stored.at_rest.fitting(stored.dims).sharding)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp  # knows bfloat16 and the eight-bit floats, which NumPy alone does not
 import keras
 import numpy as np
 
@@ -126,8 +127,6 @@ def _info(variable: Any, path: str, spellings: tuple[str, ...], role: Role) -> P
 def _itemsize(dtype: str) -> int:
     if dtype == "bool":
         return 1
-    import jax.numpy as jnp  # knows bfloat16 and the eight-bit floats, which NumPy alone does not
-
     return np.dtype(getattr(jnp, dtype)).itemsize
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
+
 from ...jaxprs.edits import traced
 from ...jaxprs.repeats import LEAST, NO_RUN, Run, repeated
 from ...jaxprs.scopes import layer_of
@@ -107,8 +109,6 @@ def _differ(program: Program, rows: Sequence[Paths]) -> str:
 
 
 def _shapes(tree: Any) -> Any:
-    import jax
-
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
@@ -162,8 +162,6 @@ def _shorter(program: Program, twins: _Twins, run: Run, count: int) -> Program:
         return {path: value for path, value in values.items() if path not in left_out}
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
-        import jax
-
         args = all_of(program.params, params), whole_of(whole)._replace(params={}), batch
         closed, tree = traced(training_loss(program, training), *args)
         closed = shortened(closed, run, count)
@@ -173,8 +171,6 @@ def _shorter(program: Program, twins: _Twins, run: Run, count: int) -> Program:
         return jax.tree.unflatten(jax.tree.structure(shorter), results)
 
     def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
-        import jax
-
         args = all_of(program.params, params), all_of(program.params, grads)
         args = *args, all_of(program.slots, slots)
         closed, tree = traced(program.update, *args)

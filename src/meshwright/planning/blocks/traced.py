@@ -9,6 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+from jax.extend.core import jaxpr_as_fun
+
 from ...jaxprs.edits import traced
 from ...jaxprs.repeats import Run, Var
 from ...jaxprs.slices import variables
@@ -21,8 +24,6 @@ def evaluated(closed: Any, results: Sequence[Var], args: Any, run: Run) -> list[
 
     The equations of each copy of a run are put under a name scope of their own.
     """
-    import jax
-
     needed = {_key(result) for result in results}
     numbered: list[tuple[int, Any]] = []
     for number, eqn in reversed(list(enumerate(closed.jaxpr.eqns))):
@@ -43,8 +44,6 @@ def evaluated(closed: Any, results: Sequence[Var], args: Any, run: Run) -> list[
 
 def _run(closed: Any, eqns: list[Any], values: dict[Var, Any], later: Counter[Var]) -> None:
     """Evaluate some equations; of what they make, what is read later is kept."""
-    from jax.extend.core import jaxpr_as_fun
-
     outputs = [var for eqn in eqns for var in eqn.outvars]
     inputs = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
     inputs = [var for var in inputs if var not in set(outputs)]
@@ -95,8 +94,6 @@ class TracedLoss:
     @classmethod
     def of(cls, program: Program, state: TrainState, batch: Any) -> TracedLoss:
         """Of arrays, or shapes, such as a step takes."""
-        import jax
-
         args = state.params, state._replace(params={}), batch
         closed, results = traced(training_loss(program), *args)
         jaxpr = closed.jaxpr

@@ -6,6 +6,8 @@ import functools
 import math
 from dataclasses import replace
 
+import jax
+
 from ...equal_layers import short_list
 from ...errors import BatchError, PipelineError
 from ...layouts.mesh import Mesh
@@ -69,6 +71,4 @@ def _loop(program: Program, placement: Placement) -> str:
 
 
 def _rows(batch: Batch) -> int:
-    import jax
-
     return jax.tree.leaves(batch)[0].shape[0]

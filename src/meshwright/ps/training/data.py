@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from ...data import InputContext
@@ -32,8 +33,6 @@ class ArrayBatches:
         shuffle: bool = False,
         seed: int = 0,
     ) -> None:
-        import jax
-
         self._arrays = jax.tree.map(np.asarray, arrays)
         lengths = {len(array) for array in jax.tree.leaves(self._arrays)}
         if len(lengths) != 1 or not min(lengths):
@@ -55,8 +54,6 @@ class ArrayBatches:
         return self.steps * self._epochs
 
     def __getitem__(self, number: int) -> Any:
-        import jax
-
         if not 0 <= number < len(self):
             raise IndexError(number)
         epoch, at = divmod(number, self.steps)
