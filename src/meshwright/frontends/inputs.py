@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Input:
@@ -34,8 +37,6 @@ def inputs_like(example: Any) -> Any:
     >>> inputs_like(np.zeros([2, 8])).name
     'input'
     """
-    import jax
-    import numpy as np
 
     def one(value: Any) -> Input:
         dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
@@ -47,8 +48,6 @@ def inputs_like(example: Any) -> Any:
 
 def named(tree: Any) -> Any:
     """The tree with a name for each input: its key in a mapping, its own, else its number."""
-    import jax
-
     with_paths, structure = jax.tree.flatten_with_path(tree)
     names = leaf_names([(path, spec.name) for path, spec in with_paths], "input")
     leaves = [

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jax.profiler import ProfileData
+
 from ..hlo.costs import read_costs
 from ..hlo.groups import Axes
 from .measurement import SeenCollective
@@ -41,8 +43,6 @@ def events_in(folder: Path) -> list[Event]:
 
 
 def _events(folder: Path) -> Iterator[Event]:
-    from jax.profiler import ProfileData
-
     for path in sorted(folder.rglob("*.xplane.pb")):
         for plane in ProfileData.from_file(str(path)).planes:
             for line in plane.lines:

@@ -20,6 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
 from ..errors import CompileError, TargetError
 from .hardware import Hardware, Link, hardware_of, hardware_of_device
 from .target import Target
@@ -201,8 +206,6 @@ def main(target: str) -> None:
 
 def _other_devices(target: Target) -> str:
     """The devices that are here, in words, unless they are as many of the target's kind."""
-    import jax
-
     kinds = [device.device_kind for device in jax.local_devices()]
     same = {getattr(hardware_of_device(kind), "name", None) for kind in kinds} == {target.kind}
     return "" if same and len(kinds) >= target.num_devices else f"{len(kinds)} x {kinds[0]}"
@@ -212,8 +215,6 @@ def _measure(num_devices: int, amounts: _Amounts) -> dict[str, float]:
     """Seconds of one product, one stream, one elementwise result of an array, one instruction,
     two sums over all devices, a call that does nothing, a hand-over to another thread and, as
     ``"kind size"``, of rated work; rounds alternate, so that a disturbance hits all alike."""
-    import jax
-    import jax.numpy as jnp
 
     def product(x: Any) -> Any:
         return _again(lambda y: (x @ y) * (1.0 / amounts.width), x, _REPEATS)
@@ -260,9 +261,6 @@ def _measure(num_devices: int, amounts: _Amounts) -> dict[str, float]:
 
 def _rated_works(amounts: _Amounts) -> dict[str, tuple[Callable[[Any], Any], _Dims, int]]:
     """Pieces of work of each kind and size: what does it, dims, and how often in one call."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
 
     def product(y: Any) -> Any:
         return (y @ y) * (4.0 / len(y))  # of 0.25, which it stays
@@ -308,8 +306,6 @@ def _rated_works(amounts: _Amounts) -> dict[str, tuple[Callable[[Any], Any], _Di
 
 
 def _again(work: Callable[[Any], Any], x: Any, times: int) -> Any:
-    import jax
-
     return jax.lax.fori_loop(0, times, lambda _, y: work(y), x)
 
 
@@ -327,10 +323,6 @@ def _handover_s(call: Callable[[], Any]) -> float:
 
 def _on_all(work: Callable[[Any], Any], dims: _Dims, dtype: str, n: int) -> Callable[[], Any]:
     """A call that does the work on every device at once, compiled and run once."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
-
     mesh = jax.make_mesh(
         (n,), ("all",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.local_devices()[:n]
     )
