@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -75,6 +76,18 @@ def looped(layers: int, width: int) -> mw.Program:
         return jnp.mean(jax.lax.scan(layer, x, params["kernels"])[0] ** 2)
 
     return mw.jax_program(loss, {"kernels": shapes(layers, width, width)}, optax.sgd(0.1))
+
+
+def mesh_of(axes: Mapping[str, int]) -> mw.Mesh:
+    """A mesh of these axes on the first devices, as many as it takes."""
+    return mw.create_mesh(dict(axes), devices=jax.devices()[: math.prod(axes.values())])
+
+
+def conv(x: Any, kernel: Any) -> Any:
+    """A convolution of images whose channels come last."""
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float = 60.0) -> Any:

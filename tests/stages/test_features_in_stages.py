@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 import pytest
 from keras import layers
+from models import mesh_of
 
 import meshwright as mw
 
 ROWS = 8
-
-
-def mesh_of(axes: dict[str, int]) -> mw.Mesh:
-    return mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
 
 
 class Auxiliary(layers.Layer):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from models import conv, mesh_of
 from small_transformer import KEEPS_GRADIENTS
 
 import meshwright as mw
@@ -18,22 +19,12 @@ TOLERANCE = 5e-6  # of the largest gradient
 ROWS = 8
 
 
-def mesh_of(axes: dict[str, int]) -> mw.Mesh:
-    return mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
-
-
 def images() -> dict[str, np.ndarray]:
     draw = np.random.default_rng(0)
     return {
         "x": draw.normal(size=[ROWS, 6, 6, 3]).astype("float32"),
         "y": draw.integers(0, 5, ROWS).astype("int32"),
     }
-
-
-def conv(x: Any, kernel: Any) -> Any:
-    return jax.lax.conv_general_dilated(
-        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
 
 
 DIMS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import small_transformer
+from models import mesh_of
 from small_transformer import ROWS, TOKENS, batch_of, keras_model, program_of, tied_loss
 from transfers import permutes
 
@@ -21,10 +21,6 @@ from meshwright.step.assemble import assemble
 from meshwright.units import bytes_text
 
 TOLERANCE = 5e-6  # of the largest gradient
-
-
-def mesh_of(axes):
-    return mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
 
 
 def stepped(program, mesh, how=None, layouts=None, **more):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from models import mesh_of
 from small_transformer import KEEPS_GRADIENTS
 
 import meshwright as mw
@@ -17,10 +17,6 @@ import meshwright as mw
 TOLERANCE = 5e-6  # of the largest gradient
 ROWS = 12  # as many as nothing else
 DIMS = {"a/up": (6, 8), "a/down": (8, 4), "b/up": (5, 8), "b/down": (8, 4), "temperature": ()}
-
-
-def mesh_of(axes: dict[str, int]) -> mw.Mesh:
-    return mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
 
 
 def pairs() -> dict[str, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from keras import layers
+from models import conv, mesh_of
 from small_transformer import KEEPS_GRADIENTS
 
 import meshwright as mw
@@ -26,22 +26,12 @@ from meshwright.step.assemble import assemble
 ROWS, TOLERANCE = 8, 5e-6  # of the largest gradient
 
 
-def mesh_of(axes: dict[str, int]) -> mw.Mesh:
-    return mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
-
-
 def images(rows: int = ROWS) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(0)
     return {
         "x": draw.normal(size=[rows, 8, 8, 2]).astype("float32"),
         "y": draw.normal(size=[rows, 8, 8, 3]).astype("float32"),
     }
-
-
-def conv(x: Any, kernel: Any) -> Any:
-    return jax.lax.conv_general_dilated(
-        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
 
 
 def unet_loss(params: Any, batch: Any) -> Any:
