@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 
 
@@ -15,6 +16,18 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of a package around it
         return False
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of an installed package; ``None`` where it is missing.
+
+    >>> version_of("no-such-package") is None
+    True
+    """
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def require(module: str, error: type[Exception], what: str, extra: str) -> None:

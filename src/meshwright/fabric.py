@@ -8,7 +8,6 @@ between processes, which of them the backend of this platform cannot do, and wha
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ from typing import Any
 
 from .display.text.columns import Columns
 from .errors import TopologyError
-from .extras import is_installed
+from .extras import is_installed, version_of
 from .launch.join import join
 from .launch.membership import Membership
 from .launch.neighbors import SHARED_MEMORY, neighbors
@@ -126,7 +125,7 @@ def examine_group(member: Membership) -> Fabric:
         socket.gethostname(),
         os.getpid(),
         platform.python_version(),
-        {name: _version(name) for name in _PACKAGES},
+        {name: version_of(name) or "not installed" for name in _PACKAGES},
         f"{jax.local_device_count()} {jax.devices()[0].platform}",
     )
     offsets, error_s = _clocks()
@@ -140,13 +139,6 @@ def examine_group(member: Membership) -> Fabric:
     backends = with_operations(_backends(kind), backend, timings)
     notes = notes_on(peers, error_s)
     return Fabric(member.source, backend, peers, error_s, timings, backends, notes)
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 # Measuring

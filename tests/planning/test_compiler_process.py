@@ -70,7 +70,7 @@ def test_whatever_may_change_the_answer_asks_again(compile_cache, requests, monk
     compiled(rows=32)
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_dump_to=")
     compiled()
-    monkeypatch.setattr(cache, "_version", lambda package: f"another {package}")
+    monkeypatch.setattr(cache, "version_of", lambda package: f"another {package}")
     compiled()
     assert len(requests) == 5
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import topology
+from ..extras import version_of
 
 State = Literal["ok", "missing", "broken"]
 
@@ -160,7 +161,7 @@ def examine() -> Diagnosis:
         except Exception as error:  # a plugin may raise anything
             faults.append(f"JAX cannot start its devices: {_one_line(error)}")
     return Diagnosis(
-        meshwright=_version("meshwright") or "unknown",
+        meshwright=version_of("meshwright") or "unknown",
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
         cores=os.cpu_count() or 1,
@@ -193,7 +194,7 @@ def _packages() -> tuple[Package, ...]:
 
 
 def _required(name: str, requirement: str) -> Package:
-    version = _version(name)
+    version = version_of(name)
     module = _MODULES.get(name, name.replace("-", "_"))
     fault = "" if version is None else _import_fault(module) or _range_fault(requirement, version)
     return Package(name, version, True, _PURPOSES.get(name, ""), requirement, fault)
@@ -203,18 +204,11 @@ def _optional(name: str, requirement: str, extra: str) -> Package:
     purpose = _PURPOSES.get(extra, "")
     names = _INSTALLED_BY.get(extra, (name,))
     for candidate in names:
-        version = _version(candidate)
+        version = version_of(candidate)
         if version is not None:
             fault = _range_fault(requirement, version) if candidate == name else ""
             return Package(candidate, version, False, purpose, requirement, fault, extra)
     return Package(names[0], None, False, purpose, requirement, "", extra)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _import_fault(module: str) -> str:

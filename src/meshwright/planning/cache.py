@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -20,6 +19,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from ..extras import version_of
 
 VARIABLE = "MESHWRIGHT_CACHE"
 _MOST_BYTES = 1 << 30
@@ -46,7 +47,8 @@ def key_of(contents: Iterable[bytes | str]) -> str:
     """The name of an answer: a hash of what was asked, of versions, machine and compiler flags."""
     digest = hashlib.sha256()
     flags = (os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
-    around = (*map(_version, _PACKAGES), sys.version, platform.machine(), *flags)
+    versions = (version_of(package) or "" for package in _PACKAGES)
+    around = (*versions, sys.version, platform.machine(), *flags)
     for part in (*contents, *around):
         part = part.encode() if isinstance(part, str) else part
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -88,10 +90,3 @@ def _make_room(root: Path) -> None:
             return
         path.unlink(missing_ok=True)
         too_much -= stat.st_size
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

@@ -9,6 +9,7 @@ spatially split convolutions is known from GSPMD and, before it, from Mesh-Tenso
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -192,10 +193,7 @@ def _named(params: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _pieces(mesh: Mesh, entry: Entry) -> int:
-    pieces = 1
-    for axis in entry:
-        pieces *= mesh[axis]
-    return pieces
+    return math.prod(mesh[axis] for axis in entry)
 
 
 def _plain(entry: Entry) -> Entry | None:

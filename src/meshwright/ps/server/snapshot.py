@@ -20,6 +20,7 @@ import numpy as np
 from ...errors import CheckpointError
 from ...files import replacing
 from ...units import bytes_text
+from ..wire.message import pieces_of
 from .applied import AppliedSteps, Fences
 from .groups import Group
 from .optimizers import twin_of
@@ -94,7 +95,7 @@ def write(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
             file.write(_MARK + _LENGTHS.pack(len(packed), zlib.crc32(packed)) + packed)
             for array in snapshot.arrays:
                 check = 0
-                for piece in _pieces(array):
+                for piece in pieces_of(array, _PIECE_BYTES):
                     check = zlib.crc32(piece, check)
                     file.write(piece)
                 file.write(struct.pack("<I", check))
@@ -219,16 +220,10 @@ def _gradient_of(head: tuple, arrays: Iterator[np.ndarray]) -> tuple[int, int, G
     return number, step, Gradient(name, next(arrays), rows, scale, 0.0, *together)
 
 
-def _pieces(array: np.ndarray) -> Iterator[memoryview]:
-    whole = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    for start in range(0, array.nbytes, _PIECE_BYTES):
-        yield whole[start : start + _PIECE_BYTES]
-
-
 def _array(file: Any, dtype: str, shape: list[int]) -> np.ndarray:
     array = np.empty(shape, np.dtype(dtype))
     check = 0
-    for piece in _pieces(array):
+    for piece in pieces_of(array, _PIECE_BYTES):
         if file.readinto(piece) != len(piece):
             raise ValueError("it ends too early")
         check = zlib.crc32(piece, check)

@@ -233,16 +233,16 @@ def _describe(
         elif place is not None:
             content = place(array)
         if content is None:
-            buffers.extend(_pieces(array))
+            buffers.extend(pieces_of(array))
         described.append((name, array.shape, content))
     return described, buffers
 
 
-def _pieces(array: np.ndarray) -> Iterator[memoryview]:
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    whole = flat.data
-    for start in range(0, array.nbytes, PIECE_BYTES):
-        yield whole[start : start + PIECE_BYTES]
+def pieces_of(array: np.ndarray, piece_bytes: int = PIECE_BYTES) -> Iterator[memoryview]:
+    """The bytes of an array in pieces, of its own memory where that is in one piece."""
+    whole = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    for start in range(0, array.nbytes, piece_bytes):
+        yield whole[start : start + piece_bytes]
 
 
 def _dims(shape: Sequence[int]) -> tuple[int, ...]:
