@@ -11,6 +11,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from quiet import Quiet
+
 import meshwright as mw
 
 ROWS, HIDDEN, IO = 512, 4096, 1024  # each sum is of 524,288 elements
@@ -57,7 +59,7 @@ def main() -> None:
         jax.device_put(jax.random.normal(jax.random.key(number), shape), layout.sharding)
         for number, (shape, layout) in enumerate(zip(shapes, layouts, strict=True))
     ]
-    functions, least = ways(), {}
+    functions, least, quiet = ways(), {}, Quiet.wait()
     for _ in range(ROUNDS):
         for name, function in functions.items():
             begin = time.process_time()
@@ -67,6 +69,7 @@ def main() -> None:
             least[name] = min(taken, least.get(name, taken))
     for name, taken in least.items():
         print(f"{name}: {1e3 * taken:.1f} ms of CPU time")
+    print(quiet.line())
 
 
 if __name__ == "__main__":

@@ -25,11 +25,13 @@ import digits
 import report
 from environments import clean_environment
 from keras_models import build_model, start_alike
+from quiet import Sides
 from settings import DEVICES, JOBS, Job
 
 import meshwright as mw
 
 ROUNDS = 5
+WAYS = ("with", "without")
 Run = Callable[[], tuple[float, int]]  # trains, and gives (seconds, rows trained on)
 
 
@@ -202,10 +204,12 @@ def measure(feature: Feature, rounds: int) -> dict[str, Any]:
     mw.virtual_devices(DEVICES)
     ways = feature.make()
     times: list[dict[int, float]] = []
+    sides = Sides()
     for number in range(rounds):
         found = {}
         for which in (0, 1) if number % 2 == 0 else (1, 0):
-            seconds, rows = ways[which]()
+            with sides.runs(WAYS[which]):
+                seconds, rows = ways[which]()
             found[which] = 1e6 * seconds / rows
         times.append(found)
     ratios = [found[0] / found[1] for found in times]
@@ -217,6 +221,7 @@ def measure(feature: Feature, rounds: int) -> dict[str, Any]:
         "ratio_by_round": ratios,
         "us_per_row_with": [found[0] for found in times],
         "us_per_row_without": [found[1] for found in times],
+        "cpu_s_of_sides": sides.cpu_s,
         "machine": report.machine(),
     }
 

@@ -16,6 +16,8 @@ import sys
 from collections import defaultdict
 from typing import Any
 
+from quiet import Quiet
+
 SIZE, ROWS = 136, 4
 STAGES = {
     "jaxpr_trace_duration": "tracing",
@@ -68,10 +70,12 @@ def measured(side: str) -> dict[str, float]:
 
 def main() -> None:
     """Each side in turn."""
+    quiet = Quiet.wait()
     for side in SIDES:
         command = [sys.executable, __file__, side]
         said = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
         print(side, ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in said.items()))
+    print(quiet.line())
 
 
 if __name__ == "__main__":

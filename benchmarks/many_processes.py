@@ -26,7 +26,8 @@ from typing import Any
 import report
 from environments import TORCH
 from many_processes_jobs import JOBS
-from processes import SideFailed, ranks_together
+from processes import SideFailed, cpu_s_of_sides, ranks_together
+from quiet import Quiet
 
 HERE = Path(__file__).parent
 BESIDE = "ours side by side"
@@ -55,12 +56,15 @@ def main() -> None:
     pythons: dict[str, Path | str | None] = {"ours": sys.executable}
     pythons["torch"] = TORCH.python(asked.peer_python)
     kept = {each["job"]: each for each in report.saved("many_processes")}
+    quiet = Quiet.wait(dry=asked.dry)
     for name in asked.jobs:
         rounds = []
         for number in range(asked.rounds):
             sides = list(SIDES) if number % 2 == 0 else list(SIDES)[::-1]
             rounds.append({side: measured(side, name, asked.epochs, pythons) for side in sides})
-        kept[name] = {"job": name, **summary(name, rounds), "machine": report.machine()}
+        load = quiet.record(cpu_s_of_sides(rounds))
+        kept[name] = {"job": name, **summary(name, rounds), "quiet": load}
+        kept[name]["machine"] = report.machine()
         print(json.dumps(kept[name]["median"], ensure_ascii=False), flush=True)
         if not asked.dry:
             report.save("many_processes", [kept[each] for each in JOBS if each in kept])

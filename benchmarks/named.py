@@ -17,7 +17,7 @@ from typing import Any
 import report
 from environments import MESH_TENSORFLOW
 from named_jobs import JOBS, SAME_LOSS, NamedJob
-from processes import in_turn, wait_for_quiet
+from processes import cpu_s_of_sides, in_turn
 
 HERE = Path(__file__).parent
 ROUNDS = 5
@@ -36,7 +36,6 @@ def main() -> int:
     MESH_TENSORFLOW.add_option(parser)
     asked = parser.parse_args()
     peer = MESH_TENSORFLOW.python(asked.peer_python)
-    wait_for_quiet()
 
     def measure(name: str) -> dict[str, Any]:
         job = JOBS[name]
@@ -95,6 +94,7 @@ def job_result(job: NamedJob, rounds: list[dict[str, dict[str, Any]]]) -> dict[s
         "cpu_s_by_round": {
             side: [each[side]["load"]["cpu_s"] for each in rounds] for side in rounds[0]
         },
+        "cpu_s_of_sides": cpu_s_of_sides(rounds),
         "other_busy_cores": report.other_busy_cores(rounds),
         "machine": report.machine(),
     }

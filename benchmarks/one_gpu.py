@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import plan_models
+from quiet import Quiet, Sides
 from report import RESULTS, machine
 
 import meshwright as mw  # before Keras: it settles KERAS_BACKEND=jax
@@ -228,9 +229,11 @@ def _dry_run(job: Job, target: str, hardware: mw.Hardware | None, compile: bool)
 def run(names: list[str], out: Path) -> None:
     """Every job in a process of its own; what each prints is kept as soon as it is there."""
     results: dict[str, Any] = {}
+    quiet = Quiet.wait()
     for name in names:
         begin = time.perf_counter()
         results[name] = _in_process(name) | {"took_s": time.perf_counter() - begin}
+        results[name]["quiet"] = quiet.record(results[name].pop("cpu_s_of_sides", None))
         out.write_text(json.dumps(results, indent=1))
         print(name, json.dumps(results[name])[:1500], flush=True)
 
@@ -264,7 +267,9 @@ def run_job(name: str) -> None:
     print(json.dumps(result), flush=True)
     if job.peer:
         sides = _by_hand if job.peer == "JAX by hand" else _keras
-        result["peer"] = {"name": job.peer} | _in_turn(*sides(job, model, strategy, batch))
+        cpu = Sides()
+        result["peer"] = {"name": job.peer} | _in_turn(*sides(job, model, strategy, batch), cpu)
+        result["cpu_s_of_sides"] = cpu.cpu_s
         print(json.dumps(result))
 
 
@@ -283,8 +288,13 @@ def _random(job: Job) -> Any:
 Side = Callable[[], float]  # seconds of a step
 
 
-def _in_turn(ours: Side, theirs: Side) -> dict[str, Any]:
-    rounds = [(ours(), theirs()) for _ in range(ROUNDS + 1)][1:]  # the first compiles
+def _in_turn(ours: Side, theirs: Side, cpu: Sides) -> dict[str, Any]:
+    def timed(name: str, side: Side) -> float:
+        with cpu.runs(name):
+            return side()
+
+    both = ("ours", ours), ("theirs", theirs)
+    rounds = [[timed(*each) for each in both] for _ in range(ROUNDS + 1)][1:]  # the first compiles
     return {
         "ours_s": [ours_s for ours_s, _ in rounds],
         "theirs_s": [theirs_s for _, theirs_s in rounds],

@@ -17,7 +17,7 @@ from typing import Any
 
 import report
 from environments import TENSORFLOW
-from processes import in_turn, wait_for_quiet
+from processes import cpu_s_of_sides, in_turn
 from ps_protocol import JOBS, PsJob
 
 HERE = Path(__file__).parent
@@ -32,7 +32,6 @@ def main() -> int:
     peer = TENSORFLOW.python(asked.peer_python)
     if peer is None:
         return 1
-    wait_for_quiet()
 
     def measure(name: str) -> dict[str, Any]:
         return job_result(JOBS[name], [one_round(name, peer, n) for n in range(asked.rounds)])
@@ -75,6 +74,7 @@ def job_result(job: PsJob, rounds: list[dict[str, dict[str, Any]]]) -> dict[str,
         "cpu_s_by_round": {
             side: [each[side]["load"]["cpu_s"] for each in rounds] for side in rounds[0]
         },
+        "cpu_s_of_sides": cpu_s_of_sides(rounds),
         "other_busy_cores": report.other_busy_cores(rounds),
         "machine": report.machine(),
     }

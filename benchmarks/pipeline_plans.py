@@ -20,6 +20,7 @@ from typing import Any
 os.environ["KERAS_BACKEND"] = "jax"
 
 from plan_models import gpt, ids
+from quiet import Quiet
 from report import RESULTS, machine, names_on_command_line, save
 
 import meshwright as mw
@@ -46,7 +47,7 @@ PAIRS = {
 
 
 def measure(name: str) -> dict[str, Any]:
-    pair, load = PAIRS[name], os.getloadavg()[0]
+    pair = PAIRS[name]
     program = gpt(pair.depth, pair.width, pair.heads, LENGTH)
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     plan = mw.plan(program, ids(ROWS, LENGTH), target=pair.target, limit_s=LIMIT_S)
@@ -60,8 +61,6 @@ def measure(name: str) -> dict[str, Any]:
         "length": LENGTH,
         "seconds": seconds,
         "cpu_s": cpu_s,
-        "load_before": load,
-        "load_after": os.getloadavg()[0],
         "chosen": str(plan.chosen.layouts),
         "chosen_is_pipeline": plan.chosen.pipeline is not None,
         "chosen_s": plan.chosen.time_s,
@@ -76,8 +75,9 @@ def measure(name: str) -> dict[str, Any]:
 def main(names: Iterable[str]) -> None:
     path = RESULTS / f"{NAME}.json"
     rows = json.loads(path.read_text()) if path.exists() else []
+    quiet = Quiet.wait()
     for name in names:
-        row = measure(name)
+        row = measure(name) | {"quiet": quiet.record()}
         print(json.dumps(row, indent=2), flush=True)
         rows = [*(other for other in rows if other["pair"] != name), row]
         save(NAME, rows)

@@ -23,7 +23,8 @@ from typing import Any
 import report
 from environments import TORCH
 from pipelines_jobs import MICRO_BATCHES, STAGES, WHAT
-from processes import SideFailed, ranks_together
+from processes import SideFailed, cpu_s_of_sides, ranks_together
+from quiet import Quiet
 
 import meshwright as mw
 
@@ -55,12 +56,13 @@ def main() -> None:
     asked = parser.parse_args()
     peer = TORCH.python(asked.peer_python) if set(asked.sides) & set(PEERS) else None
     sides = [side for side in asked.sides if side in OURS or peer is not None]
-    rounds = []
+    rounds, quiet = [], Quiet.wait(dry=asked.dry)
     for number in range(asked.rounds):
         order = sides if number % 2 == 0 else sides[::-1]
         rounds.append({side: measured(side, asked.steps, peer) for side in order})
         print(json.dumps({side: found["ms"] for side, found in rounds[-1].items()}), flush=True)
-    found = {"what": WHAT, **summary(rounds), "rounds": rounds, "machine": report.machine()}
+    load = {"quiet": quiet.record(cpu_s_of_sides(rounds)), "machine": report.machine()}
+    found = {"what": WHAT, **summary(rounds), "rounds": rounds, **load}
     if not asked.dry:
         report.save("pipelines", [found])
     print(report.pipelines_table(found))

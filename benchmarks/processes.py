@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import resource
 import socket
 import subprocess
-import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from environments import clean_environment
+from quiet import Used, load_since
 
 PATIENCE_S = 300
-QUIET_CORES = 0.5  # that may be busy on a quiet machine
-QUIET_S, LOOK_EVERY_S, WAIT_LIMIT_S = 30, 5, 600
-_STAT = Path("/proc/stat")
 
 
 class SideFailed(Exception):
@@ -25,7 +20,7 @@ class SideFailed(Exception):
 
 
 def run_process(command: list[str]) -> dict[str, Any]:
-    """What the command printed on its last line, and ``load``: see :func:`load_since`.
+    """What the command printed on its last line, and ``load``: see :func:`quiet.load_since`.
 
     Raises :class:`SideFailed` if it ended badly.
     """
@@ -84,54 +79,11 @@ def _free_ports(count: int) -> list[int]:
         return [probe.getsockname()[1] for probe in probes]
 
 
-class Used(NamedTuple):
-    """Wall time, CPU time of ended child processes, and of the whole machine if known."""
-
-    wall_s: float
-    own_s: float
-    all_s: float | None
-
-    @classmethod
-    def now(cls) -> Used:
-        """What has been used so far."""
-        own = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return cls(time.perf_counter(), own.ru_utime + own.ru_stime, _all_s())
-
-
-def load_since(before: Used) -> dict[str, float | None]:
-    """CPU time of the processes that ended since then, and the cores that others kept busy."""
-    now = Used.now()
-    wall_s, own_s = now.wall_s - before.wall_s, now.own_s - before.own_s
-    others = None
-    if now.all_s is not None and before.all_s is not None:
-        others = max(0.0, (now.all_s - before.all_s - own_s) / wall_s)
-    return {"wall_s": wall_s, "cpu_s": own_s, "other_busy_cores": others}
-
-
-def wait_for_quiet() -> None:
-    """Return when less than half a core has been busy for 30 s, or after ten minutes; say which."""
-    quiet_s, waited_s = 0.0, 0.0
-    while quiet_s < QUIET_S and waited_s < WAIT_LIMIT_S:
-        before = Used.now()
-        time.sleep(LOOK_EVERY_S)
-        busy = load_since(before)["other_busy_cores"]
-        if busy is None:
-            print("Load is unknown on this system: run this on a machine that does nothing else.")
-            return
-        quiet_s = quiet_s + LOOK_EVERY_S if busy < QUIET_CORES else 0.0
-        waited_s += LOOK_EVERY_S
-    if quiet_s < QUIET_S:
-        print(
-            f"The machine was not quiet for {QUIET_S} s within {WAIT_LIMIT_S} s: results taken "
-            "under load are marked.",
-            flush=True,
-        )
-
-
-def _all_s() -> float | None:
-    """CPU time of the whole machine, see proc(5)."""
-    if not _STAT.exists():
-        return None
-    ticks = [int(count) for count in _STAT.read_text().split("\n", 1)[0].split()[1:]]
-    idle = ticks[3] + ticks[4]
-    return (sum(ticks[:8]) - idle) / os.sysconf("SC_CLK_TCK")
+def cpu_s_of_sides(rounds: Iterable[Mapping[str, dict[str, Any]]]) -> dict[str, float]:
+    """CPU seconds of the processes of each side, in all rounds together."""
+    found: dict[str, float] = {}
+    for sides in rounds:
+        for side, result in sides.items():
+            if result:
+                found[side] = found.get(side, 0.0) + result["load"]["cpu_s"]
+    return found

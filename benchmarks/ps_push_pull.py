@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import report
 import zmq
+from quiet import Quiet, Sides
 
 from meshwright.launch.keys import Keys
 from meshwright.ps.wire.message import Message
@@ -220,7 +221,9 @@ def ways(folder: str) -> Iterator[dict[str, Way]]:
         yield dict(zip(WANTED, found, strict=True))
 
 
-def results(rounds: list[dict[str, tuple[float, float, float]]]) -> list[dict[str, Any]]:
+def results(
+    rounds: list[dict[str, tuple[float, float, float]]], quiet: dict[str, Any]
+) -> list[dict[str, Any]]:
     """A row for each way: the best round's speed, its CPU times, and each round's ratio to TCP."""
     rows = []
     for name, (per_s, ratio) in WANTED.items():
@@ -234,10 +237,20 @@ def results(rounds: list[dict[str, tuple[float, float, float]]]) -> list[dict[st
                 "cpu_us": [1e6 * cpu_s, 1e6 * server_s],
                 "over_tcp_by_round": [] if "small" in name else beside,
                 "at_least_over_tcp": ratio,
+                "quiet": quiet,
                 "machine": report.machine(),
             }
         )
     return rows
+
+
+def measured(name: str, way: Way, seconds: float, sides: Sides) -> tuple[float, float, float]:
+    """One way in one round; ``sides`` get the CPU time of both of its processes."""
+    server_s = way.server_cpu_s()
+    with sides.runs(name):
+        result = way.measure(seconds)
+    sides.cpu_s[name] += way.server_cpu_s() - server_s
+    return result
 
 
 def main() -> None:
@@ -246,12 +259,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.25, help="for each way in each round")
     parser.add_argument("--dry", action="store_true", help="write no results")
     arguments = parser.parse_args()
+    quiet, sides = Quiet.wait(dry=arguments.dry), Sides()
     with tempfile.TemporaryDirectory() as folder, ways(folder) as found:
         rounds = [
-            {name: way.measure(arguments.seconds) for name, way in found.items()}
+            {name: measured(name, way, arguments.seconds, sides) for name, way in found.items()}
             for _ in range(arguments.rounds)
         ]
-    rows = results(rounds)
+    rows = results(rounds, quiet.record(sides.cpu_s))
     print(report.exchanges_table(rows))
     if not arguments.dry:
         report.save("ps_push_pull", rows)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import statistics
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import report
+from quiet import Quiet, Sides
 
 import meshwright as mw
 from meshwright.planning import compile_ahead
@@ -159,13 +159,15 @@ def measure(hardware: Hardware, ways: Sequence[Way] = WAYS) -> dict[str, Any]:
     compiled = [compile_ahead(step, (weights, ids), "cpu:8") for step, weights, ids in prepared]
     found = [estimate(each, hardware) for each in compiled]
     ready = [[step.lower(w, ids).compile(), w, ids] for step, w, ids in prepared]
-    load = os.getloadavg()[0]
-    passes = []
+    quiet, sides, passes = Quiet.wait(), Sides(), []
     for _ in range(2):
         rounds: list[list[float]] = []
         for number in range(ROUNDS_PER_PASS):
             order = list(range(len(ways)))[:: -1 if number % 2 else 1]
-            times = {place: _time_s(ready[place]) for place in order}
+            times = {}
+            for place in order:
+                with sides.runs(ways[place].name):
+                    times[place] = _time_s(ready[place])
             rounds.append([times[place] for place in range(len(ways))])
         passes.append([min(times) for times in zip(*rounds, strict=True)])
     both = [min(times) for times in zip(*passes, strict=True)]
@@ -178,7 +180,7 @@ def measure(hardware: Hardware, ways: Sequence[Way] = WAYS) -> dict[str, Any]:
         "communication": [sum(s or 0.0 for _, s in e.communication_s) for e in found],
     }
     return {
-        "load_before": load,
+        "quiet": quiet.record(sides.cpu_s),
         "machine": report.machine(),
         "hardware": hardware.to_toml(),
         "repeat_to_repeat": agreement,

@@ -8,10 +8,11 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from quiet import Quiet, cells
 from settings import JOBS, OURS, PAIRS, SAME_LOSS, Job, Pair
 
 RESULTS = Path(__file__).parent / "results"
@@ -46,6 +47,12 @@ NAMES = {
     "tf_dtensor": "TensorFlow DTensor + tf_keras",
     "tf_dtensor_right": "the same, `..._GROUP_SIZE=1`",
 }
+
+TIMELESS = (  # files of benchmarks that only compile or count, and of tests of faults
+    *("chaos", "false_alarms", "large_model", "paper_sizes", "pipeline_wins", "planned_peaks"),
+    *("plans", "ps_accuracy"),
+)
+NAMING = ("name", "job", "model", "pair", "says", "what")  # what a record is called by
 
 UNDER_LOAD_CORES = 0.25  # kept busy by others while a side ran
 UNDER_LOAD, UNKNOWN_LOAD = "†", "‡"
@@ -124,7 +131,7 @@ def _says(each: dict[str, Any]) -> str:
 
 
 def _mark(each: dict[str, Any]) -> str:
-    others = each.get("other_busy_cores")
+    others = each.get("other_busy_cores", each.get("quiet", {}).get("other_busy_cores"))
     if others is None:
         return f" {UNKNOWN_LOAD}"
     return f" {UNDER_LOAD}" if others > UNDER_LOAD_CORES else ""
@@ -177,11 +184,13 @@ def measure_each(
 ) -> None:
     """Measure one after the other, print its row, and save it beside what was measured before.
 
-    Saved each time, for the whole takes long and may be cut short.
+    Waits for quiet before. Saved each time, for the whole takes long and may be cut short.
     """
     rows = {row[key]: row for row in saved(name)}
+    quiet = Quiet.wait(dry=dry)
     for job in measured:
-        rows[job] = measure(job)
+        row = measure(job)
+        rows[job] = row | {"quiet": quiet.record(row.pop("cpu_s_of_sides", None))}
         print(table([rows[job]]).splitlines()[-1], flush=True)
         if not dry:
             save(name, [rows[job] for job in order if job in rows])
@@ -241,6 +250,7 @@ def page_text() -> str:
     for made_by, table, rows in sections:
         if rows:
             parts += [f"Made by {made_by}:", table(rows)]
+    parts += ["How quiet the machine was, of all files that are beside this one:", loads_table()]
     # Other files are of other pages: their programs print them.
     start_ups = [start_up] if start_up else []
     listed = jobs, start_ups, features, named, tracing
@@ -248,6 +258,36 @@ def page_text() -> str:
     parts.append(_marks([each for rows in listed for each in rows if rows is not start_ups]))
     parts.append(_facts([each for rows in listed for each in rows], jobs))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def loads_table() -> str:
+    """What each benchmark recorded of the machine meanwhile; last those that recorded nothing."""
+    rows, silent = [], []
+    for path in sorted(RESULTS.glob("*.json")):
+        kept = {path.stem: json.loads(path.read_text())}
+        found = [(name, *cells(quiet)) for name, quiet in _quiets(kept)]
+        rows += found
+        if not found and path.stem not in TIMELESS:
+            silent.append(path.stem)
+    lines = [f"Taken before it was recorded: {', '.join(silent)}."] if silent else []
+    heads = ("measured", "waited for quiet", "load of the machine", "CPU time of each side")
+    return "\n\n".join([part for part in (_table(heads, rows), *lines) if part])
+
+
+def _quiets(found: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The records of :class:`quiet.Quiet` in a file, each with the names on the way to it."""
+    if isinstance(found, list):
+        for each in found:
+            yield from _quiets(each, name)
+    elif isinstance(found, dict):
+        own = next((found[key] for key in NAMING if isinstance(found.get(key), str)), "")
+        here = f"{name}: {own}" if own and own not in name else name
+        if "quiet" in found:
+            yield here, found["quiet"]
+        for key, value in found.items():
+            if key not in ("quiet", "rounds"):
+                nested = isinstance(value, dict)
+                yield from _quiets(value, f"{here}: {key}".strip(": ") if nested else here)
 
 
 def pairs_table(jobs: list[dict[str, Any]]) -> str:

@@ -20,7 +20,8 @@ import digits
 import report
 import start_up
 from environments import TENSORFLOW as TENSORFLOW_ENVIRONMENT
-from processes import SideFailed, run_process, wait_for_quiet
+from processes import SideFailed, cpu_s_of_sides, run_process
+from quiet import Quiet
 from settings import JOBS, OURS, PAIRS, ROUNDS, TENSORFLOW, TENSORFLOW_RIGHT, Job
 
 HERE = Path(__file__).parent
@@ -35,19 +36,21 @@ def main() -> int:
         found = TENSORFLOW_ENVIRONMENT.python(arguments.peer_python)
         pythons |= {TENSORFLOW: found, TENSORFLOW_RIGHT: found}
     missing = {side for side in peers if side in pythons and pythons[side] is None}
-    wait_for_quiet()
+    quiet = Quiet.wait(dry=arguments.dry)
     results, failures = [], [f"{side}: no environment" for side in sorted(missing)]
     for job in arguments.jobs:
         asked = [p.peer for p in PAIRS if p.job == job.name and p.peer in peers - missing]
         rounds, failed = run_job(job, [OURS, *asked], pythons, arguments)
         failures += failed
         if rounds and len(rounds[0]) > 1:
-            results.append(report.job_result(job, rounds))
+            load = quiet.record(cpu_s_of_sides(rounds))
+            results.append(report.job_result(job, rounds) | {"quiet": load})
     rows = start_up.measure() if arguments.start_up else []
+    start = {"rows": rows, "machine": report.machine(), "quiet": quiet.record()}
     print("", report.pairs_table(results), report.sides_table(results), sep="\n\n")
     print("", report.start_up_table(rows), sep="\n")
     if not arguments.dry:
-        keep(results, rows)
+        keep(results, start)
     for failure in failures:
         print(f"LEFT OUT: {failure}")
     return 1 if failures else 0
@@ -107,11 +110,11 @@ def run_side(job: Job, side: str, python: Path | None, epochs: int | None) -> di
     return run_process(command)
 
 
-def keep(results: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+def keep(results: list[dict[str, Any]], start: dict[str, Any]) -> None:
     for result in results:
         report.save(result["job"], result)
-    if rows:
-        report.save("start_up", {"rows": rows, "machine": report.machine()})
+    if start["rows"]:
+        report.save("start_up", start)
     print(f"\nwritten: {report.write_page().parent.relative_to(HERE.parent)}")
 
 

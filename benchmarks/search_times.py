@@ -20,6 +20,7 @@ from typing import Any
 
 import report
 from plan_models import JOBS, Job, fresh, ids
+from quiet import Quiet
 
 import meshwright as mw
 from meshwright.planning.abstract_step import abstract_step
@@ -121,12 +122,14 @@ def main(asked: list[str]) -> None:
     kept = {each["name"]: each for each in report.saved(NAME)}
     heads = "  ".join(f"{part:>15}" for part in PARTS)
     print(f"{'CPU s (wall s)':14}{heads}  tables built/solved")
+    quiet = Quiet.wait()
     for name in asked or EVERY:
         command = [sys.executable, __file__, "--one", name]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found = json.loads(said.splitlines()[-1])
         print(line(name, found), flush=True)
-        kept[name] = {"name": name, **found, "machine": report.machine()}
+        kept[name] = {"name": name, **found, "quiet": quiet.record()}
+        kept[name]["machine"] = report.machine()
         report.save(NAME, [kept[each] for each in EVERY if each in kept])
     slow = [name for name in kept if kept[name]["search"]["cpu_s"] > LIMIT_S]
     print(f"within {LIMIT_S:g} s of CPU: " + ("all" if not slow else f"all but {', '.join(slow)}"))

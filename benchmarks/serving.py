@@ -26,6 +26,7 @@ import keras
 import numpy as np
 import plan_models
 from keras import layers
+from quiet import Quiet, Sides
 from report import machine, save
 
 import meshwright as mw
@@ -162,9 +163,12 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
         full = {name: np.repeat(values, MAX_ROWS, axis=0) for name, values in row.items()}
         one_s, full_s = in_turn(lambda: many.answer(row), lambda: many.answer(full))
         alone, many_rounds = list[tuple[float, float]](), list[tuple[float, float]]()
+        sides = Sides()
         for _ in range(ROUNDS):
-            alone.append(asyncio.run(closed_loop(one, row)))
-            many_rounds.append(asyncio.run(closed_loop(many, row)))
+            with sides.runs("one by one"):
+                alone.append(asyncio.run(closed_loop(one, row)))
+            with sides.runs("batching"):
+                many_rounds.append(asyncio.run(closed_loop(many, row)))
         together = median(many_rounds, 0)
         loads = [asyncio.run(open_loop(many, row, share * together)) for share in LOADS]
         batches = many.status().bucket_batches
@@ -182,6 +186,7 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
         "ratio": together / median(alone, 0),
         "ratio_per_cpu_s": median(many_rounds, 1) / median(alone, 1),
         "loads": loads,
+        "cpu_s_of_sides": sides.cpu_s,
         "batches": {str(size): count for size, count in batches.items()},
     }
 
@@ -196,10 +201,11 @@ def beside_one_in_flight(build: Callable[[], keras.Model], share: float = 0.4) -
         models: dict[str, Any] = {"two": two.model(model.name), "one": one.model(model.name)}
         row = one_row(models["one"])
         (alone_s,) = in_turn(lambda: models["one"].answer(row), seconds=1.0)
-        rounds = [
-            {name: asyncio.run(closed_loop(m, row))[0] for name, m in models.items()}
-            for _ in range(ROUNDS)
-        ]
+        sides, rounds = Sides(), [dict[str, float]() for _ in range(ROUNDS)]
+        for found in rounds:
+            for name, served in models.items():
+                with sides.runs(name):
+                    found[name] = asyncio.run(closed_loop(served, row))[0]
         rows_per_s = float(np.median([figures["one"] for figures in rounds]))
         loads = {
             name: asyncio.run(open_loop(m, row, share * rows_per_s)) for name, m in models.items()
@@ -210,6 +216,7 @@ def beside_one_in_flight(build: Callable[[], keras.Model], share: float = 0.4) -
         "rows_per_s": rounds,
         "ratio": float(np.median([figures["two"] / figures["one"] for figures in rounds])),
         "loads": loads,
+        "cpu_s_of_sides": sides.cpu_s,
     }
 
 
@@ -230,13 +237,19 @@ def bare_calls(model: Any, row: dict[str, np.ndarray]) -> dict[int, Callable[[],
     return calls
 
 
+def kept(found: dict[str, Any], quiet: Quiet) -> dict[str, Any]:
+    """What was measured, with what else the machine did."""
+    return {**found, "quiet": quiet.record(found.pop("cpu_s_of_sides"))}
+
+
 def main() -> None:
+    quiet = Quiet.wait(dry="--dry" in sys.argv)
     if "--in-flight" in sys.argv:
-        record = {"rows": [beside_one_in_flight(bert_base)], "machine": machine()}
+        record = {"rows": [kept(beside_one_in_flight(bert_base), quiet)], "machine": machine()}
         save("serving_in_flight", record)
         print(json.dumps(record, indent=2))
         return
-    rows = [measure(build) for build in (convolutional, bert)]
+    rows = [kept(measure(build), quiet) for build in (convolutional, bert)]
     record = {"rows": rows, "machine": machine()}
     if "--dry" not in sys.argv:
         save(sys.argv[1] if sys.argv[1:] else "serving", record)

@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests" / "serving"))
 
 import numpy as np  # noqa: E402
+from quiet import Quiet  # noqa: E402
 from report import RESULTS, machine  # noqa: E402
 from test_http_server import Load, throw  # noqa: E402
 
@@ -125,15 +126,13 @@ def cold(model: Path) -> dict[str, Any]:
     warm = {**os.environ, "MESHWRIGHT_CACHE": str(cache)}
     subprocess.run([*command, "--warm-up"], env=warm, check=True, capture_output=True)
     ways = {"without_s": {**os.environ, "MESHWRIGHT_CACHE": "off"}, "with_s": warm}
-    before = os.getloadavg()
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(STARTS):
         for way, env in ways.items():
             found[way].append(_first_answer_s(command, env))
     medians = {way: float(np.median(times)) for way, times in found.items()}
     size = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
-    loads = {"load_before": before[0], "load_after": os.getloadavg()[0]}
-    return {**medians, "all": found, "cache_bytes": size, **loads}
+    return {**medians, "all": found, "cache_bytes": size}
 
 
 def _first_answer_s(command: list[str], env: dict[str, str]) -> float:
@@ -271,11 +270,11 @@ def main() -> None:
     asked = parser.parse_args()
     path = RESULTS / "serving_endurance.json"
     with tempfile.TemporaryDirectory() as folder:
-        model = saved_model(Path(folder))
+        model, quiet = saved_model(Path(folder)), Quiet.wait(dry=asked.dry)
         for name in asked.times or TIMES:
             found = soak(model, asked.soak_minutes) if name == "soak" else globals()[name](model)
             record = json.loads(path.read_text()) if path.exists() else {}
-            record[name] = {**found, "machine": machine()}
+            record[name] = {**found, "quiet": quiet.record(), "machine": machine()}
             print(name, json.dumps(found, indent=2), flush=True)
             if not asked.dry:
                 path.write_text(json.dumps(record, indent=2) + "\n")

@@ -21,9 +21,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from quiet import Quiet, Sides
 from report import machine, save
 
 FEATURES, WIDTH, MOST = 64, 1024, 32
@@ -129,9 +130,16 @@ if __name__ == "__main__":
 PROGRAMS = {"ours": OURS, "litserve": LITSERVE, "bentoml": BENTOML, "ray_serve": RAY_SERVE}
 
 
+class Started(NamedTuple):
+    """A server that runs, and leads a session of its own."""
+
+    port: int
+    session: int
+
+
 @contextlib.contextmanager
-def started(name: str, folder: Path, packages: str) -> Iterator[int]:
-    """The port of a server."""
+def started(name: str, folder: Path, packages: str) -> Iterator[Started]:
+    """A server that answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -154,7 +162,7 @@ def started(name: str, folder: Path, packages: str) -> Iterator[int]:
             assert process.poll() is None, (folder / f"{name}.log").read_text()[-2000:]
             assert time.monotonic() < until_s, (folder / f"{name}.log").read_text()[-2000:]
             time.sleep(0.3)
-        yield port
+        yield Started(port, process.pid)
     finally:
         os.killpg(process.pid, 15)
         process.wait(60)
@@ -251,18 +259,21 @@ async def open_loop(port: int, rows_per_s: float, seed: int) -> dict[str, float]
     }
 
 
-def climb(ports: dict[str, int], seed: int) -> dict[str, list[dict[str, float]]]:
+def climb(
+    servers: dict[str, Started], seed: int, sides: Sides
+) -> dict[str, list[dict[str, float]]]:
     """The rates that each server reached, all servers in turn at each rate.
 
     One that is above the limit twice in a row climbs no further.
     """
-    for port in ports.values():
-        asyncio.run(open_loop(port, FIRST_RATE / 2, seed))  # warm
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ports}
-    left, rate = set(ports), FIRST_RATE
+    for server in servers.values():
+        asyncio.run(open_loop(server.port, FIRST_RATE / 2, seed))  # warm
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+    left, rate = set(servers), FIRST_RATE
     while left:
         for name in sorted(left):
-            result = asyncio.run(open_loop(ports[name], rate, seed))
+            with sides.runs(name, servers[name].session):
+                result = asyncio.run(open_loop(servers[name].port, rate, seed))
             found[name].append(result)
             if len(found[name]) > 1 and not any(map(is_within, found[name][-2:])):
                 left.discard(name)
@@ -286,13 +297,14 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="do not write the record")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     asked = parser.parse_args()
+    quiet, sides = Quiet.wait(dry=asked.dry), Sides()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        ports = {
+        servers = {
             name: stack.enter_context(started(name, Path(folder), asked.packages))
             for name in PROGRAMS
         }
-        first = {name: asyncio.run(answers(port)) for name, port in ports.items()}
-        rounds = [climb(ports, seed) for seed in range(asked.rounds)]
+        first = {name: asyncio.run(answers(each.port)) for name, each in servers.items()}
+        rounds = [climb(servers, seed, sides) for seed in range(asked.rounds)]
     rates = {name: [best(each[name]) for each in rounds] for name in PROGRAMS}
     medians = {name: float(np.median(found)) for name, found in rates.items()}
     peers = [rate for name, rate in medians.items() if name != "ours"]
@@ -303,6 +315,7 @@ def main() -> None:
         "ratio_to_best": medians["ours"] / max(*peers, 1e-9),
         "steps": rounds,
         "first_answers": {name: (body or b"").decode()[:80] for name, body in first.items()},
+        "quiet": quiet.record(sides.cpu_s),
         "machine": machine(),
     }
     if not asked.dry:

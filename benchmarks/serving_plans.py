@@ -11,7 +11,6 @@ needed.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from quiet import Quiet
 from report import RESULTS, machine
 
 import meshwright as mw
@@ -119,7 +119,7 @@ def planned(shape: Shape, objective: Any) -> dict[str, Any]:
     program = program_of(shape)
     ids = jax.ShapeDtypeStruct((1, LENGTH), "int32")
     goal = mw.ServingGoal(objective, rows=(1, 8))
-    load, begin_s, cpu_s = os.getloadavg()[0], time.perf_counter(), time.process_time()
+    begin_s, cpu_s = time.perf_counter(), time.process_time()
     plan = mw.plan(program, ids, target=shape.target, objective=goal)
     seconds = time.perf_counter() - begin_s
     assert plan.serving is not None
@@ -131,13 +131,11 @@ def planned(shape: Shape, objective: Any) -> dict[str, Any]:
         "buckets": list(plan.serving.buckets),
         "precision": plan.serving.precision,
         "plan": str(plan),
-        "load_before": load,
-        "load_after": os.getloadavg()[0],
     }
 
 
 def main() -> None:
-    path = RESULTS / "serving_plans.json"
+    path, quiet = RESULTS / "serving_plans.json", Quiet.wait()
     for name in sys.argv[1:] or SHAPES:
         shape = SHAPES[name]
         parameters = sum(each.size for each in shape.params().values())
@@ -148,6 +146,7 @@ def main() -> None:
             "target": shape.target,
             "tokens": LENGTH,
             **by_goal,
+            "quiet": quiet.record(),
             "machine": machine(),
         }
         path.write_text(json.dumps(record, indent=2) + "\n")
@@ -155,8 +154,7 @@ def main() -> None:
             verdict = "within" if found["seconds"] <= MOST_S else "MORE THAN"
             cpu = f"{found['cpu_seconds']:.1f} s of a core"
             took = f"{found['seconds']:.1f} s ({cpu}), {verdict} {MOST_S:.0f} s"
-            load = f"load {found['load_before']:.1f}"
-            print(f"{name} for {goal} on {shape.target}: {took}; {load}", flush=True)
+            print(f"{name} for {goal} on {shape.target}: {took}", flush=True)
             print(found["plan"], flush=True)
 
 

@@ -21,6 +21,7 @@ import jax
 import keras
 import numpy as np
 import serving
+from quiet import Quiet
 from report import machine, save
 
 import meshwright as mw
@@ -100,9 +101,11 @@ def compared(build: Callable[[], keras.Model], target: str) -> list[dict[str, An
 
 def main() -> None:
     target = next((text for text in sys.argv[1:] if ":" in text), "cpu:1")
+    quiet = Quiet.wait(dry="--dry" in sys.argv)
     rows = [row for build in MODELS for row in compared(build, target)]
     off = [abs(row["compiled_over_measured"] - 1) for row in rows]
-    record = {"asked": ASKED, "largest_error": max(off), "rows": rows, "machine": machine()}
+    record = {"asked": ASKED, "largest_error": max(off), "rows": rows}
+    record |= {"quiet": quiet.record(), "machine": machine()}
     if "--dry" not in sys.argv:
         chip = target.partition(":")[0]
         save("serving_predicted" if chip == "cpu" else f"serving_predicted_{chip}", record)

@@ -21,6 +21,7 @@ from typing import Any
 os.environ["KERAS_BACKEND"] = "jax"
 
 import numpy as np
+from quiet import Quiet, Sides
 from report import machine, save
 
 BLOCKS, WIDTH, TOKENS, HEADS = 8, 256, 64, 4
@@ -80,9 +81,11 @@ def measured(path: Path) -> None:
         for name in WAYS
     )
     rows_per_s: dict[str, list[float]] = {name: [] for name in WAYS}
+    sides = Sides()
     for _ in range(ROUNDS):
         for name, found in rows_per_s.items():
-            found.append(asyncio.run(closed_loop(server.model(name), batch)))
+            with sides.runs(name):
+                found.append(asyncio.run(closed_loop(server.model(name), batch)))
     server.close()
     fast, slow = rows_per_s.values()
     path.write_text(
@@ -92,6 +95,7 @@ def measured(path: Path) -> None:
                 "ratio": float(np.median(np.array(fast) / slow)),
                 "ratios": list(np.array(fast) / slow),
                 "largest_difference_from_one_device": difference,
+                "cpu_s_of_sides": sides.cpu_s,
             }
         )
     )
@@ -103,11 +107,13 @@ def main() -> None:
         "two processes": [sys.executable, "-m", "meshwright", "launch", "--processes", "2"],
     }
     record: dict[str, Any] = {}
+    quiet = Quiet.wait(dry="--dry" in sys.argv)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         for name, start in words.items():
             subprocess.run([*start, __file__, str(path)], check=True)
             record[name] = json.loads(path.read_text())
+            record[name]["quiet"] = quiet.record(record[name].pop("cpu_s_of_sides"))
     record["machine"] = machine()
     if "--dry" not in sys.argv:
         save("serving_stages", record)

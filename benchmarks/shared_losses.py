@@ -22,11 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from quiet import Quiet, Sides
 
 import meshwright as mw
 from meshwright.stages.deal import Deal
 
 WIDTH, TOKENS, BLOCKS, MICRO_BATCHES, ROWS = 128, 64, 8, 16, 64
+WHO = ("the last stage", "all")
 SCHEDULES = ("gpipe", "1f1b")
 
 
@@ -100,16 +102,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     asked = parser.parse_args()
     mw.virtual_devices(4)
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    quiet, clock = Quiet.wait(), Sides()
     print("| schedule | the loss is computed by | GFLOPs | MiB at the peak | step |")
     print("|---|---|---|---|---|")
     for schedule in SCHEDULES:
         sides = [Side.of(schedule, asked.words, shares) for shares in (False, True)]
-        times = [[side.step_s() for side in sides] for _ in range(asked.steps)]
-        for number, (name, side) in enumerate(zip(("the last stage", "all"), sides, strict=True)):
+        named, times = dict(zip(WHO, sides, strict=True)), list[list[float]]()
+        for _ in range(asked.steps):
+            times.append([])
+            for name, side in named.items():
+                with clock.runs(f"{schedule}, {name}"):
+                    times[-1].append(side.step_s())
+        for number, (name, side) in enumerate(named.items()):
             flops, peak = side.report.estimate.flops / 1e9, side.report.peak_bytes / 2**20
             step = f"{statistics.median(row[number] for row in times):.2f} s"
             print(f'| `"{schedule}"` | {name} | {flops:.1f} | {peak:.1f} | {step} |')
+    print(f"{os.cpu_count()} cores; {quiet.line(clock.cpu_s)}")
 
 
 if __name__ == "__main__":

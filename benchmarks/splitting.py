@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import report
+from quiet import Quiet, Sides
 
 import meshwright as mw
 from meshwright.launch.group import GroupOptions, run_group
@@ -82,13 +82,15 @@ def work(steps: int, into: Path) -> None:
     """In each process of a group: both sides in turn; the first process writes the seconds."""
     sides = {side: step_of(side) for side in SIDES}
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+    cpu = Sides()
     for number in range(steps + 2):
         for side, step in sides.items():
-            took = step()
+            with cpu.runs(side):
+                took = step()
             if number >= 2:
                 seconds[side].append(took)
     if jax.process_index() == 0:
-        into.write_text(json.dumps(seconds))
+        into.write_text(json.dumps([seconds, cpu.cpu_s]))
 
 
 def measured(processes: int, steps: int) -> dict[str, Any]:
@@ -98,10 +100,11 @@ def measured(processes: int, steps: int) -> dict[str, Any]:
         command = [__file__, "--steps", str(steps), "--worker", str(into)]
         if run_group(command, GroupOptions(processes=processes, devices=4 // processes)):
             raise SystemExit("a process ended badly; its last lines stand above.")
-        seconds = json.loads(into.read_text())
+        seconds, cpu_s = json.loads(into.read_text())
     ratios = [b / g for b, g in zip(seconds["batch"], seconds["graph"], strict=True)]
     medians = {side: statistics.median(of) for side, of in seconds.items()}
-    return {"seconds": medians, "speed_of_graph_over_batch": statistics.median(ratios)}
+    speed = statistics.median(ratios)
+    return {"seconds": medians, "speed_of_graph_over_batch": speed, "cpu_s_of_sides": cpu_s}
 
 
 def main() -> None:
@@ -114,8 +117,10 @@ def main() -> None:
     if asked.worker is not None:
         work(asked.steps, asked.worker)
         return
-    load = os.getloadavg()[0]
-    found = {place: measured(count, asked.steps) for place, count in PLACES.items()}
+    quiet, found = Quiet.wait(dry=asked.dry), dict[str, Any]()
+    for place, count in PLACES.items():
+        found[place] = measured(count, asked.steps)
+        found[place]["quiet"] = quiet.record(found[place].pop("cpu_s_of_sides"))
     print("| | the batch over 4 | the towers over 2, the batch over 2 | speed |")
     print("|---|---|---|---|")
     for place, row in found.items():
@@ -123,7 +128,7 @@ def main() -> None:
         print(f"| {place} | {' | '.join(cells)} | {row['speed_of_graph_over_batch']:.2f} x |")
     if not asked.dry:
         what = f"two towers of {LAYERS} layers of {WIDTH}, {ROWS} rows, Adam, 4 virtual devices"
-        facts = {"what": what, "load_before": round(load, 1), "steps": asked.steps}
+        facts = {"what": what, "steps": asked.steps}
         report.save("splitting", [{**facts, "found": found, "machine": report.machine()}])
 
 

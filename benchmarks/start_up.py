@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from environments import clean_environment
+from quiet import Quiet
 from settings import HELP_LIMIT_S, IMPORT_LIMIT_S, START_UP_RUNS
 
 _HEAVY = ("jax", "keras", "numpy")
@@ -57,6 +58,8 @@ def _program() -> str | None:
 
 
 if __name__ == "__main__":
+    quiet = Quiet.wait()
     for row in measure():
         limit = "" if row["limit_s"] is None else f" (limit {row['limit_s']} s)"
         print(f"{row['command']:20} {row['median_s']:.3f} s{limit}")
+    print(quiet.line())

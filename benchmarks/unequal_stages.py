@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from quiet import Quiet, Sides
 
 import meshwright as mw
 
@@ -147,16 +148,18 @@ def main() -> None:
         for side in (OneProgram, ProgramPerDevice)
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
+    quiet, cpu = Quiet.wait(), Sides()
     for number in range(asked.steps + 2):
         losses = []
         for name, side in sides.items():
             begin = time.perf_counter()
-            losses.append(side.step())
+            with cpu.runs(name):
+                losses.append(side.step())
             if number >= 2:
                 seconds[name].append(time.perf_counter() - begin)
         np.testing.assert_allclose(*losses, rtol=1e-5)
     kind = "products" if asked.kernel == 1 else "convolutions"
-    print(f"{kind}, {asked.rows} rows, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"{kind}, {asked.rows} rows, {os.cpu_count()} cores; {quiet.line(cpu.cpu_s)}")
     for name, of in seconds.items():
         print(f"{name:18}{1e3 * statistics.median(of):8.1f} ms, fastest {1e3 * min(of):.1f} ms")
     pairs = zip(*seconds.values(), strict=True)
