@@ -199,6 +199,23 @@ def test_check_says_under_which_mesh_something_is_impossible(job):
     assert result.stderr.endswith("This happened under the mesh batch=3.\n")
 
 
+def test_check_says_the_faults_of_every_mesh_at_once(job):
+    """What is wrong with the rules is said before anything is trained, or as it happens."""
+    meshes = [word for size in (8, 3, 5) for word in ("--mesh", f"batch={size}")]
+    rows = [f"a batch of 16 does not divide over axis 'batch' (size {size})" for size in (3, 5)]
+    happened = run("check", "checked_job:build", *meshes)
+    unknown = run("check", "checked_job:build", *meshes, "--layout", "v:unsharded,model")
+    options = run("check", "checked_job:build", *meshes, *RULE[:1], "v:batch", "--option", "z=1")
+    idle = "'v' matches no path."
+    for result, messages in [
+        (happened, rows),
+        (unknown, ["layout 'v' names axis 'model'", idle]),
+        (options, ["Placement and StepOptions take no option 'z'", idle]),
+    ]:
+        assert result.exit_code == 2, result.output
+        assert [text for text in messages if result.stderr.count(text) != 1] == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -254,6 +254,20 @@ def test_the_faults_of_a_command_are_said_at_once(job, build, messages):
     assert "Traceback" not in result.output
 
 
+def test_the_planner_says_the_faults_of_a_command_at_once(job):
+    words = ["plan", "planned_job:nothing", "--target", "a100:8", "--mesh", "batch=16"]
+    words += ["--rows", "1,8", "--hardware", "measured"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 2
+    said = [
+        "--rows need a plan for serving",
+        "takes 16 devices, and a100:8 has 8",
+        "no rates of a100 were measured",
+        "build() must return a compiled Keras model",
+    ]
+    assert [message for message in said if message not in result.stderr] == []
+
+
 def test_the_planner_names_the_line_that_cannot_be_traced(job):
     result = CliRunner().invoke(main, ["plan", "planned_job:undecided", "--target", "h100:8"])
     assert result.exit_code == 2

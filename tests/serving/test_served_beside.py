@@ -99,6 +99,16 @@ def test_a_keras_file_beside_a_run_has_its_own_model(folder: Path) -> None:
         server_for(asked("newer.keras", "--model", "mine.py:build"))
 
 
+def test_the_faults_of_a_command_are_said_at_once(folder: Path) -> None:
+    np.savez(folder / "rows.npz", x=ROW["x"])
+    (folder / "run").mkdir()
+    words = ["run", "--sample", "rows.npz", "--pipeline", "stage", "--mesh", "model=2"]
+    with pytest.raises(mw.ServingError) as caught:
+        server_for(asked(*words, "--beside", "run=newer.keras,model=mine.py:build,version=2"))
+    said = ["name the function", "--precision: name one", "--pipeline stage: the mesh is"]
+    assert [text for text in said if str(caught.value).count(text) != 1] == []
+
+
 @pytest.mark.parametrize(
     ("entry", "says"),
     [

@@ -116,7 +116,7 @@ def plan(
         target,
         mesh,
         batch_size,
-        objective_of(objective, rows, precisions, batch_size),
+        lambda: objective_of(objective, rows, precisions, batch_size),
         hardware,
         memory_limit=memory_limit,
         verify=verify,

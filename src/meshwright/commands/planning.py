@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -12,22 +12,24 @@ from .. import _compat
 from ..display.text.changes import changes_text
 from ..display.text.columns import Paragraphs
 from ..equivalence.cases import Case, case_of, setups
+from ..equivalence.faults import check_patterns
 from ..equivalence.finding import find_build
-from ..errors import BatchError, LayoutError, MeshwrightError, ModelError, PlanError
+from ..errors import BatchError, LayoutError, ModelError, PlanError
 from ..frontends.dry_runs import dry_run
 from ..frontends.inputs import inputs_of
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
-from ..layouts.strict import refuse_idle_layouts
 from ..planning import Target
 from ..planning.changes import compare, notes
 from ..planning.compiler_process import watching
 from ..planning.goals import AIMS, Aim, ServingGoal
 from ..planning.lock import Lock, lock_of
+from ..planning.search.planner import check_axes
 from ..program import Program
 from ..targets.hardware import hardware_of
 from ..targets.target import check_size
+from ..together import Faults
 from ..topology import virtual_devices
 from ..units import clock_text
 
@@ -119,6 +121,12 @@ def _measured(target: Target) -> Hardware:
     return calibrate(target) if target.platform == "cpu" else hardware_of(target, measured=True)
 
 
+def _check_measured(target: Target, hardware: Hardware | str | None) -> None:
+    """Raise :class:`~meshwright.TargetError` for measured rates that are not known."""
+    if hardware == "measured" and target.platform != "cpu":
+        hardware_of(target, measured=True)
+
+
 def _saved(report: DryRun, html_path: Path | None) -> DryRun:
     if html_path is not None:
         report.save(html_path)
@@ -156,11 +164,13 @@ class _Case(NamedTuple):
 def _case(request: DryRunOptions, here: bool = False, serves: bool = False) -> _Case:
     """What the options of the command mean; with ``here`` the devices are made, too. With
     ``serves`` a model without a batch will do, and ``batch`` is what goes into it."""
-    build, target, mesh, layouts, zero, batch_size, options, compile, _ = request
+    build, target, mesh, layouts, zero, batch_size, options, compile, hardware = request
     mesh = mesh or Mesh({"batch": target.num_devices})
-    faults = _Faults()
+    faults = Faults()
     with faults:
         check_size(mesh, target)
+    with faults:
+        _check_measured(target, hardware)
     options = dict(options) if zero is None else {**options, "zero": zero}
     if not _compat.jax_is_running() and not (here and target.platform != "cpu"):
         # An accelerator that is here, or its driver, is woken up only to be measured.
@@ -180,47 +190,9 @@ def _case(request: DryRunOptions, here: bool = False, serves: bool = False) -> _
                 else _micro_batch(case.batches[0], batch_size, accumulate)
             )
         if faults.errors:  # else the step itself finds these, and more
-            _check_patterns(case, mesh)
+            check_patterns(case, mesh)
     faults.refuse()
     return _Case(model, batch, strategy, mesh, target, compile)
-
-
-class _Faults:
-    """The errors of several checks, so that a user hears of all at once."""
-
-    def __init__(self) -> None:
-        self.errors: list[MeshwrightError] = []
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, MeshwrightError):
-            return False
-        self.errors.append(error)
-        return True
-
-    def refuse(self) -> None:
-        """Raise what was noted, as one error of the first one's class."""
-        if len(self.errors) == 1:
-            raise self.errors[0]
-        if self.errors:
-            first = self.errors[0]
-            raise type(first)("\n".join(map(str, self.errors))) from first
-
-
-def _check_patterns(case: Case, mesh: Mesh) -> None:
-    """Raise :class:`~meshwright.PlacementError` if patterns match nothing, whatever their axes."""
-    from ..frontends.keras.paths import model_infos
-
-    if isinstance(case.model, Program):
-        infos, name = case.model.infos, case.model.name
-    else:
-        infos, name = tuple(model_infos(case.model).values()), case.model.name
-    patterns = dict.fromkeys(case.layouts or {}, ())
-    strict = case.options.get("strict", True)
-    placement = Placement.of(mesh.abstract(), patterns, batch=None, strict=strict)
-    if infos:
-        refuse_idle_layouts(placement, infos, repr(name))
 
 
 class _Progress:
@@ -267,34 +239,45 @@ def choose(
     target: Target,
     mesh: Mesh | None,
     batch_size: int | None,
-    objective: Any,
+    objective: Callable[[], Any],
     hardware: Hardware | str | None = None,
     **how: Any,
 ) -> Plan:
     """The planner's layout of the model that ``build`` makes; layouts of its own are ignored.
 
-    ``how`` is what else :func:`meshwright.plan` takes.
+    ``objective`` makes what :func:`meshwright.plan` takes, or raises; ``how`` is what else it
+    takes.
     """
     from ..frontends.plans import plan
 
     if not _compat.jax_is_running():
         virtual_devices(1)
-    serves = isinstance(objective, ServingGoal)
-    case = built_case(build, {}, {}, needs_batch=not serves)
+    faults, goal, batch, case = Faults(), None, None, None
+    with faults:
+        goal = objective()
+    with faults:
+        check_axes(mesh, target)
+    with faults:
+        _check_measured(target, hardware)
+    serves = isinstance(goal, ServingGoal)
+    with faults:
+        case = built_case(build, {}, {}, needs_batch=not serves)
+        if serves:
+            batch = _served_inputs(case, batch_size)
+        else:
+            batch = _micro_batch(case.batches[0], batch_size, 1)
+    faults.refuse()
+    assert case is not None
     # What a CPU can do is not published, and without that no layout is faster than another.
-    needs_times = target.platform == "cpu" and objective != "memory"
+    needs_times = target.platform == "cpu" and goal != "memory"
     if hardware == "measured" or (needs_times and hardware is None):
         hardware = _measured(target)
-    if serves:
-        batch = _served_inputs(case, batch_size)
-    else:
-        batch = _micro_batch(case.batches[0], batch_size, 1)
     return plan(
         case.model,
         batch,
         target=target,
         hardware=cast("Hardware | None", hardware),
-        objective=objective,
+        objective=goal,
         axes=mesh,
         **how,
     )

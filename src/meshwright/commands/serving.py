@@ -16,6 +16,7 @@ from ..extras import require
 from ..launch.join import join
 from ..layouts.mesh import Mesh
 from ..stages.pipeline import Pipeline
+from ..together import Faults
 from ..topology import make_cpu_devices
 from .beside import models_beside
 
@@ -121,10 +122,10 @@ def app_for(options: ServeOptions) -> Starlette:
     """The app of these options; it starts the model when its lifespan does."""
     _require()
     from ..serving.http.app import serving_app
-    from ..serving.http.keys import read_keys
     from ..serving.http.limits import Limits
 
-    keys = read_keys(options.api_keys) if options.api_keys else ()
+    _check(options, keys=True)
+    keys = _keys(options)
     limits = Limits(
         body_bytes=options.max_body,
         text_bytes=min(options.max_body, Limits.text_bytes),
@@ -205,6 +206,7 @@ def server_for(options: ServeOptions) -> Any:
     """The server of the model, and of those beside it, on meshes of their own."""
     from ..serving.server import Server
 
+    _check(options)
     beside = models_beside(options)
     _make_devices([_mesh_of(own) for own in (options, *(one.options for one in beside))])
     server = Server()
@@ -214,6 +216,53 @@ def server_for(options: ServeOptions) -> Any:
     return server
 
 
+def _check(options: ServeOptions, *, keys: bool = False) -> None:
+    """Raise for what can be known to be wrong before devices are made, all of it at once."""
+    faults, models = Faults(), [options]
+    with faults:
+        models += [one.options for one in models_beside(options)]
+    for own in models:
+        for check in (_check_source, _sample, _plan, _check_pipeline):
+            with faults:
+                check(own)
+    if keys:
+        with faults:
+            _keys(options)
+    faults.refuse()
+
+
+def _check_source(options: ServeOptions) -> None:
+    """Raise :class:`ServingError` unless a model comes from somewhere."""
+    source = options.source
+    if source.suffix == ".keras":
+        if options.build is not None:
+            raise ServingError(f"{source} holds its model: leave --model out.")
+    elif source.suffix == ".json":
+        raise ServingError(
+            f"{source} is a plan, not a run: meshwright serve RUN --model train:build "
+            f"--plan {source}."
+        )
+    elif options.build is None:
+        raise ServingError(
+            f"{source} holds weights, not the model: name the function that builds it, "
+            "--model train:build."
+        )
+
+
+def _check_pipeline(options: ServeOptions) -> None:
+    """Raise :class:`ServingError` unless the mesh has the axis of the stages."""
+    axis = options.pipeline
+    if axis is not None and (options.mesh is None or axis not in options.mesh):
+        size = "no mesh was given" if options.mesh is None else f"the mesh is {options.mesh}"
+        raise ServingError(f"--pipeline {axis}: {size}. Add the axis: --mesh {axis}=2.")
+
+
+def _keys(options: ServeOptions) -> Sequence[str]:
+    from ..serving.http.keys import read_keys
+
+    return read_keys(options.api_keys) if options.api_keys else ()
+
+
 def _model(options: ServeOptions) -> dict[str, Any]:
     """One model, as :meth:`mw.Server.add` takes it."""
     plan = _plan(options)
@@ -221,22 +270,11 @@ def _model(options: ServeOptions) -> dict[str, Any]:
     if options.sample is not None:
         how["sample"] = _sample(options)
     if options.source.suffix == ".keras":
-        if options.build is not None:
-            raise ServingError(f"{options.source} holds its model: leave --model out.")
         case = Case(None, None, options.layouts, options.options)
         return {"model": options.source, "strategy": plan or _strategy(options, case), **how}
-    if options.source.suffix == ".json":
-        raise ServingError(
-            f"{options.source} is a plan, not a run: meshwright serve RUN --model train:build "
-            f"--plan {options.source}."
-        )
-    if options.build is None:
-        raise ServingError(
-            f"{options.source} holds weights, not the model: name the function that builds it, "
-            "--model train:build."
-        )
     from .planning import built_case
 
+    assert options.build is not None
     case = built_case(options.build, options.layouts, options.options, needs_batch=False)
     return {
         "build": lambda: case.model if case.batch is None else (case.model, case.batch),
@@ -250,9 +288,10 @@ def _sample(options: ServeOptions) -> Mapping[str, Any]:
     """The inputs of ``--sample``, by name."""
     import numpy as np
 
+    if options.sample is None:
+        return {}
     if options.precision is None:
         raise ServingError("--sample compares answers with and without --precision: name one.")
-    assert options.sample is not None
     try:
         with np.load(options.sample, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
@@ -304,9 +343,7 @@ def _make_devices(meshes: Sequence[Mesh | None]) -> None:
 def _strategy(options: ServeOptions, case: Case) -> Any:
     """The strategy of the case, by stages where that is asked for."""
     if (axis := options.pipeline) is not None:
-        if options.mesh is None or axis not in options.mesh:
-            size = "no mesh was given" if options.mesh is None else f"the mesh is {options.mesh}"
-            raise ServingError(f"--pipeline {axis}: {size}. Add the axis: --mesh {axis}=2.")
+        assert options.mesh is not None
         stages = Pipeline(axis, micro_batches=options.mesh[axis])
         case_options = {name: v for name, v in case.options.items() if name not in _OF_STEPS}
         case = replace(case, options={**case_options, "pipeline": stages})

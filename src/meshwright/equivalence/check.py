@@ -7,10 +7,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MeshError, MeshwrightError, MeshwrightWarning
+from ..errors import MeshError, MeshwrightWarning
 from ..layouts.mesh import Mesh, create_mesh
+from ..together import Faults
+from .cases import Case, Setup, setups
+from .faults import check_patterns, check_setup, under
 
 if TYPE_CHECKING:
+    from ..layouts.placement import Placement
     from .judging import Equivalence
 
 MeshLike = Mesh | Mapping[str, int] | str
@@ -32,38 +36,38 @@ def check(
     See :func:`meshwright.testing.assert_equivalent`, which raises where this only reports.
     """
     from .. import _compat
-    from .cases import setups
     from .judging import Equivalence, judge
     from .runs import OneDevice, under_mesh
 
     with _compat.double_precision() if double else contextlib.nullcontext():
-        bound = [_bound(mesh) for mesh in _listed(meshes)]
+        faults, bound = Faults(), list[Mesh]()
+        for mesh in _listed(meshes):
+            with faults:
+                bound.append(_bound(mesh))
         more: dict[str, Any] = {"layouts": layouts, "options": options}
         oracle = OneDevice(build, seed, double, **more)
-        variants = setups(oracle.case, bound)
+        variants = _variants(oracle.case, bound, faults)
         tolerance = oracle.tolerance(rtol)
         one = oracle.run(steps)
         again = oracle.run_again(steps, tolerance.eps, seed)
         results = []
         for setup in variants:
-            with _warnings_under(setup.mesh) as warned:
-                run = under_mesh(build, setup, seed, double, steps, oracle.is_pure, **more)
-            notes = (*setup.notes, *warned)
-            results.append(judge(setup.mesh, run, one, again, tolerance, notes))
+            with faults, under(setup.mesh):
+                with _warnings() as warned:
+                    run = under_mesh(build, setup, seed, double, steps, oracle.is_pure, **more)
+                notes = (*setup.notes, *warned)
+                results.append(judge(setup.mesh, run, one, again, tolerance, notes))
+        faults.refuse()
     return Equivalence(oracle.name, steps, tolerance, one.losses, tuple(results))
 
 
 @contextlib.contextmanager
-def _warnings_under(mesh: Mesh) -> Iterator[list[str]]:
-    """Collects Meshwright's warnings; an error says under which mesh it happened."""
+def _warnings() -> Iterator[list[str]]:
+    """Collects Meshwright's warnings."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MeshwrightWarning)
-        try:
-            yield texts
-        except MeshwrightError as error:
-            error.add_note(f"This happened under the mesh {mesh.axes_text}.")
-            raise
+        yield texts
     for warning in caught:
         if issubclass(warning.category, MeshwrightWarning):
             texts.append(str(warning.message))
@@ -71,6 +75,27 @@ def _warnings_under(mesh: Mesh) -> Iterator[list[str]]:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
+
+
+def _variants(case: Case, meshes: Sequence[Mesh], faults: Faults) -> list[Setup]:
+    """The case on every mesh. Raises what can be known before anything is trained, all at once."""
+    from .runs import placement_of
+
+    result: list[Setup] = []
+    placements: list[tuple[Setup, Placement]] = []
+    with faults:
+        result = setups(case, meshes)
+    for setup in result:
+        with faults, under(setup.mesh):
+            placements.append((setup, placement_of(case, setup)))
+    if faults.errors:  # else training finds the others, and says more of them
+        with faults:
+            check_patterns(case, meshes[0] if meshes else Mesh({"batch": 1}))
+        for setup, placement in placements:
+            with faults, under(setup.mesh):
+                check_setup(case, setup, placement)
+        faults.refuse()
+    return result
 
 
 def _listed(meshes: Sequence[MeshLike] | MeshLike) -> Sequence[MeshLike]:

@@ -147,11 +147,7 @@ def _run_keras(case: Case, setup: Setup, strategy: Any, num_steps: int) -> Run:
 
 def _run_pure(case: Case, setup: Setup, steps: int) -> Run:
     program: Program = case.model
-    ways = _arguments(StepOptions)
-    _refuse_unknown(setup.options, _arguments(Placement.of) | ways, "Placement and StepOptions")
-    options = {k: v for k, v in setup.options.items() if k not in ways}
-    how = StepOptions(**{k: v for k, v in setup.options.items() if k in ways})
-    placement = Placement.of(setup.mesh, setup.layouts, **options)
+    placement, how = _pure(setup)
 
     def trainer(program: Program) -> Any:
         return Trainer(program, placement, how)
@@ -230,6 +226,19 @@ def _built(
             with tracing(case.model.name):
                 _compat.build_for(case.model, case.batches[0])
         return case
+
+
+def placement_of(case: Case, setup: Setup) -> Placement:
+    """Where a setup lays the model out. Raises :class:`LayoutError` for options that are none."""
+    return _pure(setup)[0] if isinstance(case.model, Program) else _strategy(setup).placement
+
+
+def _pure(setup: Setup) -> tuple[Placement, StepOptions]:
+    ways = _arguments(StepOptions)
+    _refuse_unknown(setup.options, _arguments(Placement.of) | ways, "Placement and StepOptions")
+    options = {k: v for k, v in setup.options.items() if k not in ways}
+    how = StepOptions(**{k: v for k, v in setup.options.items() if k in ways})
+    return Placement.of(setup.mesh, setup.layouts, **options), how
 
 
 def _strategy(setup: Setup) -> Any:

@@ -87,7 +87,7 @@ def plan_step(
     _check(objective, memory_limit, verify, remat)
     graph = step if isinstance(step, Graph) else _graph_of(step)
     limit_bytes = hardware.memory_bytes if memory_limit is None else memory_limit
-    space = Space(_axes(axes, target), max_axes, axes is None, zero, accumulate, remat)
+    space = Space(check_axes(axes, target), max_axes, axes is None, zero, accumulate, remat)
     keep, verify = max(2, verify), verify if dry_run_of is not None else 0
     request = Request(graph, target, hardware, objective, limit_bytes, space)
     question = _Question(request, keep, verify, limit_s)
@@ -134,7 +134,8 @@ def _graph_of(described: AbstractStep) -> Graph:
     return cast(Graph, graph_of_step(described))
 
 
-def _axes(axes: Mesh | Mapping[str, int] | str | None, target: Target) -> Axes | None:
+def check_axes(axes: Mesh | Mapping[str, int] | str | None, target: Target) -> Axes | None:
+    """The axes that are fixed. Raises :class:`~meshwright.PlanError` for more than the target."""
     if axes is None:
         return None
     if isinstance(axes, str):
