@@ -384,3 +384,41 @@ def test_freezing_between_two_fits_is_obeyed(strategy: str) -> None:
     actual, expected = thrice(STRATEGIES[strategy](feature)), thrice(OneDevice())
     gap, path = largest_gap(actual, expected)
     assert gap <= 1e-6, path
+
+
+class LogsOtherValues(keras.Sequential):
+    """Its steps log, under the metrics' names, values that are not the metrics'."""
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().train_step(state, data)
+        return {name: value + 100 for name, value in logs.items()}, state
+
+    def test_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().test_step(state, data)
+        return {name: value + 100 for name, value in logs.items()}, state
+
+
+class LogsMore(LogsOtherValues):
+    """The same with one value more: then Keras takes all logs as they are."""
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().train_step(state, data)
+        return logs | {"more": logs["loss"]}, state
+
+
+@pytest.mark.parametrize("kind", [LogsOtherValues, LogsMore])
+def test_epochs_log_metrics_in_place_of_what_steps_log_under_their_names(kind: Any) -> None:
+    def fitted(fit: Callable[..., Any]) -> Any:
+        model = kind([keras.Input([12]), layers.Dense(4, kernel_initializer="ones", name="hidden")])
+        model.compile("sgd", CLASSES, metrics=["accuracy"])
+        return fit(model)(
+            X, Y, batch_size=16, epochs=2, verbose=0, shuffle=False, validation_data=(X, Y)
+        ).history
+
+    expected = fitted(lambda model: model.fit)
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    actual = fitted(lambda model: functools.partial(strategy.fit, model))
+    assert list(actual) == list(expected)
+    assert expected["val_loss"][0] < 100
+    for name, values in expected.items():
+        np.testing.assert_allclose(actual[name], values, rtol=1e-5, err_msg=name)

@@ -86,6 +86,23 @@ def update_metrics(model: Any, metrics: list[Any], loss: Any, batch: Any, output
     return model._update_metrics_variables(metrics, loss, x, y, outputs, weights)
 
 
+def logs_at_the_end(model: Any, logs: dict[str, Any], metrics: list[Any]) -> dict[str, Any]:
+    """What Keras' loops give at the end of an epoch, where a step of the model's own gave ``logs``.
+
+    Those are the results of the metrics, whose variables have the values ``metrics``, where their
+    names are those of the logs, and else the logs.
+    """
+    from keras.src import backend
+
+    compiled = model._compile_metrics
+    if compiled is not None and not compiled.built:
+        return logs
+    values = list(zip(model.metrics_variables, metrics, strict=True))
+    with backend.StatelessScope(state_mapping=values):
+        results = model.get_metrics_result()
+    return results if set(results) == set(logs) else logs
+
+
 def has_loss(model: Any) -> bool:
     """Whether a model was compiled with a loss, which compares outputs with targets."""
     return getattr(model, "_compile_loss", None) is not None

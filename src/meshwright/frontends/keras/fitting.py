@@ -16,6 +16,7 @@ import jax
 import keras
 import numpy as np
 
+from ... import _compat
 from ...errors import BatchError
 from ...launch.join import agree
 from ...program import Logs, TrainState
@@ -133,6 +134,9 @@ def _evaluate(
     if logs is None:
         raise BatchError("there is nothing to evaluate: the data holds no batch.")
     write_state(over.variables, state)
+    if _compat.has_own(model, "test_step"):
+        values = [_compat.raw_value(variable) for variable in model.metrics_variables]
+        logs = _compat.logs_at_the_end(model, logs, values)
     result = on_host(logs)
     callbacks.on_test_end(result)
     return result

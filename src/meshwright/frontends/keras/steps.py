@@ -128,6 +128,9 @@ class KerasSteps(Steps):
     def logs(self, last: Logs) -> Logs:
         if not last:
             raise BatchError("there is nothing to train on: the data holds no batch.")
+        if self._state is not None and _compat.has_own(self.model, "train_step"):
+            values = self._in_keras_order()["metrics_variables"]
+            last = _compat.logs_at_the_end(self.model, last, values)
         logs = on_host(last)
         self.guard.end(logs)
         return logs
