@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -185,3 +187,18 @@ def test_single_batches_are_those_of_one_device(strategy: Callable[[], mw.Sharde
     gap, path = largest_gap(weights(model), weights(alone))
     assert gap <= 1e-6, path
     assert [variable.layout for variable in model.variables] == layouts
+
+
+def test_keras_own_fit_on_a_mesh_of_one_device_finds_every_variable_on_the_mesh() -> None:
+    """Keras warns of some that lie on the device alone; so its optimizer's counter did."""
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 1}, devices=jax.devices()[:1]))
+    with strategy.scope(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3)])
+        model.compile("adam", "mse", metrics=["mae"])
+        data = np.ones([8, 4], "float32"), np.ones([8, 3], "float32")
+        model.fit(*data, batch_size=8, verbose=0)
+        model.evaluate(*data, batch_size=8, verbose=0)
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    lying = {type(variable.value.sharding) for variable in variables}
+    assert lying == {jax.sharding.NamedSharding}

@@ -32,7 +32,7 @@ class KerasHooks(Protocol):
         ...
 
     def lay_out_activation(self, tensor: Any, layout: Any) -> Any:
-        """The tensor laid out, or ``NotImplemented`` if the layout is not ours."""
+        """The tensor laid out, or ``NotImplemented`` to leave that to Keras."""
         ...
 
     def stateless_call(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

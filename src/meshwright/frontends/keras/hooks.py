@@ -79,7 +79,12 @@ class Hooks:
         return distribution.put_native_batch(data) if _is_ours(distribution) else None
 
     def lay_out_activation(self, tensor: Any, layout: Any) -> Any:
-        return layout.take(tensor) if isinstance(layout, OutputOf) else NotImplemented
+        if isinstance(layout, OutputOf):
+            return layout.take(tensor)
+        if _is_alone(layout) and isinstance(tensor, jax.Array) and not isinstance(tensor, Tracer):
+            # Keras leaves what lies on the device already without the mesh, and warns of that.
+            return jax.device_put(tensor, layout)
+        return NotImplemented
 
     def stateless_call(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         distribution: Any = keras.distribution.distribution()
@@ -229,6 +234,12 @@ def lying(placed: list[tuple[Any, Placed]]) -> Iterator[None]:
     finally:
         for (variable, _), layout in zip(placed, before, strict=True):
             _compat.note_layout(variable, layout)
+
+
+def _is_alone(layout: Any) -> bool:
+    """Whether it is the layout of an array on our mesh, and that has one device."""
+    is_named = isinstance(layout, jax.sharding.NamedSharding)
+    return is_named and layout.mesh.size == 1 and _is_ours(keras.distribution.distribution())
 
 
 def _is_ours(distribution: Any) -> bool:
