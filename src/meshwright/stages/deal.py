@@ -27,6 +27,15 @@ class Deal:
     shares_loss: bool = False
 
     @classmethod
+    def even(cls, count: int, stages: int) -> Deal:
+        """As many blocks for each stage, of a number that divides.
+
+        >>> Deal.even(8, 4).sizes
+        (2, 2, 2, 2)
+        """
+        return cls(stages, 1, (count // stages,) * stages)
+
+    @classmethod
     def best(
         cls,
         count: int,

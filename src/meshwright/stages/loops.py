@@ -8,7 +8,7 @@ reads entries of the weights, which are arguments here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ _SAME_ENTRIES = frozenset(("convert_element_type", "copy", "copy_p"))
 
 
 @dataclass(frozen=True)
-class _Entries:
+class Entries:
     """A stacked array as its entries."""
 
     values: tuple[Any, ...]
@@ -32,11 +32,8 @@ def without_loops(traced: Traced) -> Traced | None:
     import jax
 
     jaxpr = traced.closed.jaxpr
-    params = {var: var for var, (part, _) in traced.arguments.items() if part == "params"}
-    taken: dict[Var, set[int]] = {}
-    loops = _looped_over(jaxpr, params, taken)
-    loops.append({var for var, at in taken.items() if len(at) == var.aval.shape[0] > 1})
-    stacked = max(loops, key=lambda loop: sum(var.aval.size for var in loop))
+    params = [var for var, (part, _) in traced.arguments.items() if part == "params"]
+    stacked = looped_weights(jaxpr, params)
     if not stacked:
         return None
     names, shapes, entries = list[Any](), list[Any](), dict[str, tuple[str, int]]()
@@ -55,21 +52,56 @@ def without_loops(traced: Traced) -> Traced | None:
     def run(*flat: Any) -> list[Any]:
         values = iter(flat)
         arguments = [
-            _Entries(tuple(next(values) for _ in range(var.aval.shape[0])))
+            Entries(tuple(next(values) for _ in range(var.aval.shape[0])))
             if var in stacked
             else next(values)
             for var in jaxpr.invars
         ]
         return _evaluated(traced.closed, arguments)
 
-    closed = with_equal_constants_once(jax.make_jaxpr(run)(*shapes))
-    eqns = closed.jaxpr.eqns
-    kept = [eqns[number] for number in needed(eqns, closed.jaxpr.outvars)]
-    closed = closed.replace(jaxpr=closed.jaxpr.replace(eqns=kept))
+    closed = _written_out_for(run, shapes)
     tree = jax.tree.structure((traced.loss, *map(dict, traced.results)))
     loss, *results = jax.tree.unflatten(tree, closed.jaxpr.outvars)
     arguments = dict(zip(closed.jaxpr.invars, names, strict=True))
     return replace(Traced(closed, arguments, loss, *results), entries=entries)
+
+
+def looped_weights(jaxpr: Any, params: Iterable[Var]) -> set[Var]:
+    """Which of these arguments the loop over the most weights takes entry by entry, if any."""
+    taken: dict[Var, set[int]] = {}
+    loops = _looped_over(jaxpr, {var: var for var in params}, taken)
+    loops.append({var for var, at in taken.items() if len(at) == var.aval.shape[0] > 1})
+    return max(loops, key=lambda loop: sum(var.aval.size for var in loop))
+
+
+def without_loops_over(closed: Any, arguments: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr for arguments of which some are entries: the loops over those are
+    written out."""
+    import jax
+    from jax.extend.core import jaxpr_as_fun
+
+    counts = [len(of.values) if isinstance(of, Entries) else None for of in arguments]
+    flat = [one for of in arguments for one in (of.values if isinstance(of, Entries) else [of])]
+
+    def run(*flat: Any) -> list[Any]:
+        values = iter(flat)
+        return _evaluated(closed, [
+            next(values) if count is None else Entries(tuple(next(values) for _ in range(count)))
+            for count in counts
+        ])  # fmt: skip
+
+    shapes = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in flat]
+    return jaxpr_as_fun(_written_out_for(run, shapes))(*flat)
+
+
+def _written_out_for(run: Callable[..., list[Any]], shapes: Sequence[Any]) -> Any:
+    """The equations of a function that are needed, with equal constants once."""
+    import jax
+
+    closed = with_equal_constants_once(jax.make_jaxpr(run)(*shapes))
+    eqns = closed.jaxpr.eqns
+    kept = [eqns[number] for number in needed(eqns, closed.jaxpr.outvars)]
+    return closed.replace(jaxpr=closed.jaxpr.replace(eqns=kept))
 
 
 def entry_path(path: str, number: int) -> str:
@@ -130,10 +162,10 @@ def _evaluated(closed: Any, arguments: Sequence[Any]) -> list[Any]:
 def _results(eqn: Any, read: Sequence[Any]) -> list[Any]:
     import jax
 
-    if not any(isinstance(value, _Entries) for value in read):
+    if not any(isinstance(value, Entries) for value in read):
         return _compat.evaluate(eqn, list(read))
     if eqn.primitive.name in _SAME_ENTRIES:
-        return [_Entries(tuple(_compat.evaluate(eqn, [one])[0] for one in read[0].values))]
+        return [Entries(tuple(_compat.evaluate(eqn, [one])[0] for one in read[0].values))]
     if (number := _entry_taken(eqn)) is not None:
         return [read[0].values[number][None]]
     if eqn.primitive.name == "jit":
@@ -161,7 +193,7 @@ def _written_out(eqn: Any, read: Sequence[Any]) -> list[Any]:
 
 
 def _entries(value: Any, length: int) -> Sequence[Any]:
-    if isinstance(value, _Entries):
+    if isinstance(value, Entries):
         return value.values
     return [value[number] for number in range(length)]
 
@@ -169,4 +201,4 @@ def _entries(value: Any, length: int) -> Sequence[Any]:
 def _whole(value: Any) -> Any:
     import jax.numpy as jnp
 
-    return jnp.stack(value.values) if isinstance(value, _Entries) else value
+    return jnp.stack(value.values) if isinstance(value, Entries) else value

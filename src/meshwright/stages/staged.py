@@ -139,6 +139,11 @@ class Staged:
         placement = self.placement
         return runs_alone(dict(placement.mesh.axes), self.pipeline.axis, placement.batch_axes)
 
+    @property
+    def is_of_loop(self) -> bool:
+        """Whether blocks are steps of the model's own loop over stacked weights."""
+        return any(stack.is_whole for stack in self.stacking.params)
+
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
         """What was done in another way than it might have been, and why."""
@@ -434,7 +439,7 @@ def _deal(program: Program, blocks: Blocks, placement: Placement, pipeline: Pipe
     may_share = _may_share_loss(blocks, pipeline)
     if blocks.are_of_loop:
         _check_loop(count, placement, pipeline)
-        even = Deal(stages, 1, (count // stages,) * stages)
+        even = Deal.even(count, stages)
         return even.or_shared(even, flops, skips, pipeline.micro_batches) if may_share else even
     if pipeline.cuts is None and may_share:
         return Deal.fastest(count, stages, repeats, flops, skips, pipeline.micro_batches)

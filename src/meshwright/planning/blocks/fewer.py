@@ -12,7 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -68,6 +68,39 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
 
     The reason is empty where nothing repeats itself ``least`` times.
     """
+    found, reason = _found(described, least)
+    if found is None:
+        return None, reason
+    program, run, rows = described.program, found.run, found.rows
+    if differ := _differ(program, rows):
+        return None, differ
+    twins = _Twins.of(program, rows)
+    if not twins.lie_alike(described.placed):
+        return None, "equal blocks are laid out differently"
+
+    def with_blocks(count: int) -> AbstractStep:
+        return replace(described, program=_shorter(program, twins, run, count))
+
+    return Reduced(tuple(zip(*rows, strict=True)), found.layers, with_blocks), ""
+
+
+def rows_of_blocks(described: AbstractStep, least: int = LEAST) -> tuple[Paths, ...]:
+    """The paths of each variable of equal blocks by block, trained or not; none where nothing
+    repeats itself."""
+    found, _ = _found(described, least)
+    return () if found is None else tuple(found.rows)
+
+
+class _Found(NamedTuple):
+    """Equal blocks in the trace of a step: the paths of each of their variables by block, and the
+    name scopes of each block."""
+
+    run: Run
+    rows: list[Paths]
+    layers: tuple[Paths, ...]
+
+
+def _found(described: AbstractStep, least: int) -> tuple[_Found | None, str]:
     program = described.program
     if program.own_step is not None:
         return None, "the model brings its own training step"
@@ -84,17 +117,7 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
     rows = [row for row in named if len(row) == repeats.run.count]  # the others are constants
     if not rows:
         return None, "equal blocks have no variables of their own"
-    if differ := _differ(program, rows):
-        return None, differ
-    twins = _Twins.of(program, rows)
-    if not twins.lie_alike(described.placed):
-        return None, "equal blocks are laid out differently"
-    run = repeats.run
-
-    def with_blocks(count: int) -> AbstractStep:
-        return replace(described, program=_shorter(program, twins, run, count))
-
-    return Reduced(tuple(zip(*rows, strict=True)), _layers(loss.jaxpr, run), with_blocks), ""
+    return _Found(repeats.run, rows, _layers(loss.jaxpr, repeats.run)), ""
 
 
 def _differ(program: Program, rows: Sequence[Paths]) -> str:

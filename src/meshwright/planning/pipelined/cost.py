@@ -43,7 +43,8 @@ class Staging:
     ``skips`` says whether a stage leaves out what it has no work for: else ticks in which stages
     have other kinds of work are loops of their own. ``filled`` is the share of its places for
     blocks that each run has, where not all are, and ``count`` says how many blocks all stages have.
-    ``shares_loss`` says whether all stages compute what comes after the blocks.
+    ``shares_loss`` says whether all stages compute what comes after the blocks. ``frozen_bytes``
+    are of weights that some blocks have frozen, which lie on every device.
     """
 
     pipeline: Pipeline
@@ -55,6 +56,7 @@ class Staging:
     filled: tuple[float, ...] = ()
     count: int | None = None
     shares_loss: bool = False
+    frozen_bytes: int = 0
 
     @functools.cached_property
     def table(self) -> TickTable:
@@ -224,7 +226,7 @@ def pipeline_cost(
         communication_s=max(busy) - compute_s + ticks.waiting + once_s,
         permute_s=send_s / max(1, len(staging.sent_bytes)),
         temporary_bytes=_temporary(work, staging, recompute_blocks),
-        state_bytes=work.resting_bytes,
+        state_bytes=work.resting_bytes + staging.frozen_bytes,
         passes=passes,
     )
 

@@ -17,12 +17,12 @@ from ..abstract_step import AbstractStep, unstaged
 from ..analytic.assignment import Assignment, assignment_of, graph_alone
 from ..analytic.estimate import estimate_of
 from ..analytic.operation_costs import OperationCost, operation_costs, transfers_of
-from ..blocks import reduced
 from ..estimate import Estimate, with_shares
 from ..reading import sizes
 from ..report import DryRun, Memory
 from ..search.choices import Choices, remat_of
 from .cost import PipelineCost, Staging, pipeline_cost, sent_bytes
+from .equal import equal_blocks
 from .sections import Section, sections_of
 
 _PEAK_IS = "the planner's model: arrays of one micro-batch, and what is in flight"
@@ -77,34 +77,31 @@ def staged_assignment(
     assert staged is not None
     pipeline, placement = staged.pipeline, described.placement
     stages = placement.mesh[pipeline.axis]
-    repeats, reason = reduced(unstaged(described), 2)
+    blocks, reason = equal_blocks(unstaged(described), staged.is_of_loop)
     deal = staged.dealt
-    if any(stack.is_whole for stack in staged.stacking.params):
-        raise LayoutError(
-            "its layers are a loop over stacked weights, for which there is no estimate of a "
-            "pipeline. Have the step compiled, or write the layers one after the other."
-        )
-    if repeats is None or not isinstance(deal, Deal):
+    if blocks is None or not isinstance(deal, Deal):
         raise LayoutError(
             f"its stages are not runs of equal blocks{f': {reason}' if reason else ''}. Have the "
             "step compiled."
         )
+    repeats = blocks.repeats
     most = max(deal.sizes)
-    blocks = most * pipeline.repeats
-    short = repeats.with_blocks(blocks)
+    count = most * pipeline.repeats
+    short = repeats.with_blocks(count)
     graph = graph_alone(short.program, batch, placement, short)
     assignment = assignment_of(graph, short, target, hardware)
     choices = Choices(min(1, placement.zero), pipeline.micro_batches, remat_of("none"))
     staging = Staging(
         pipeline=pipeline,
         stages=stages,
-        blocks=blocks,
-        block_paths=frozenset(path for paths in repeats.blocks[:blocks] for path in paths),
+        blocks=count,
+        block_paths=frozenset(path for paths in repeats.blocks[:count] for path in paths),
         sent_bytes=sent_bytes(staged.sent, placement.batch_shards),
         skips=staged.skips,
         count=deal.count,
         filled=tuple(size / most for size in deal.sizes) if staged.skips else (),
         shares_loss=deal.shares_loss,
+        frozen_bytes=blocks.frozen_bytes,
     )
     return replace(assignment, choices=choices), staging
 

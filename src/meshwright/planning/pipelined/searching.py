@@ -58,7 +58,9 @@ class Cut:
     ``with_blocks`` gives the model with fewer of them; ``row_bytes`` are the bytes that one row of
     the batch has in each array that is passed on, and ``flops`` those of the forward pass before
     the blocks, of one block, and after them: what a step deals its blocks by. ``may_share_loss``
-    says whether all stages may compute what comes after the blocks.
+    says whether all stages may compute what comes after the blocks, and ``is_even`` whether each
+    stage has as many blocks and one run of them, as with layers of a loop. ``frozen_bytes`` lie on
+    every device.
     """
 
     count: int
@@ -66,11 +68,18 @@ class Cut:
     row_bytes: tuple[float, ...]
     flops: tuple[float, float, float] = (0.0, 1.0, 0.0)
     may_share_loss: bool = False
+    is_even: bool = False
+    frozen_bytes: int = 0
 
     def deal(self, stages: int, pipeline: Pipeline, skips: bool) -> Deal:
         """The blocks of each run, as a step has them."""
         model = self.count, stages, pipeline.repeats, self.flops, skips
-        if self.may_share_loss and pipeline.schedule != "zero_bubble":
+        may_share = self.may_share_loss and pipeline.schedule != "zero_bubble"
+        if self.is_even:
+            even = Deal.even(self.count, stages)
+            many = pipeline.micro_batches
+            return even.or_shared(even, self.flops, skips, many) if may_share else even
+        if may_share:
             return Deal.fastest(*model, pipeline.micro_batches)
         return Deal.best(*model)
 
@@ -94,7 +103,7 @@ def _time_s(option: Found) -> float:
 def _sizes(request: Request, cut: Cut) -> Iterator[int]:
     devices = request.target.num_devices
     for size in range(2, min(cut.count, devices) + 1):
-        if devices % size == 0:
+        if devices % size == 0 and not (cut.is_even and cut.count % size):
             yield size
 
 
@@ -159,12 +168,13 @@ def _scheduled(
     sent = tuple(round(nbytes * rows / count / pieces) for nbytes in cut.row_bytes)
     works: dict[int, tuple[Assignment, StageWork]] = {}
     by_block = layouts.choices.remat == "block"
-    for pipeline in _schedules(count, size, blocks, by_block, is_skipping):
+    may_repeat = 1 if cut.is_even else blocks
+    for pipeline in _schedules(count, size, may_repeat, by_block, is_skipping):
         deal = cut.deal(size, pipeline, is_skipping)
         places = deal.most * pipeline.repeats
         request, paths, sections = with_places(places)
         filled = tuple(own_blocks / deal.most for own_blocks in deal.sizes) if is_skipping else ()
-        rest = sent, is_skipping, filled, cut.count, deal.shares_loss
+        rest = sent, is_skipping, filled, cut.count, deal.shares_loss, cut.frozen_bytes
         staging = Staging(pipeline, size, places, paths, *rest)
         if places not in works:
             own = assignment if places == blocks else _assigned(request, layouts)
