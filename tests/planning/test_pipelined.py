@@ -23,6 +23,8 @@ from meshwright.planning.abstract_step import abstract_step
 from meshwright.planning.estimate import Turns, _with_shares
 from meshwright.planning.graph import GraphTensor
 from meshwright.planning.pipelined.cost import Staging, _is_cut
+from meshwright.planning.pipelined.cutting import in_families_of
+from meshwright.planning.pipelined.equal import equal_blocks
 from meshwright.planning.pipelined.sections import Section, sections_of
 from meshwright.planning.pipelined.ticking import Passes, step_s
 from meshwright.planning.traced_graph import graph_of_step
@@ -42,19 +44,36 @@ def loss(params, ids):
     return jnp.mean((x @ params["last"]) ** 2)
 
 
-def program_of(width=WIDTH, hidden=HIDDEN, words=WORDS, blocks=BLOCKS):
+def program_of(width=WIDTH, hidden=HIDDEN, words=WORDS, blocks=BLOCKS, optimizer=None):
     block = {"up": shape(width, hidden), "down": shape(hidden, width)}
     params = {
         "first": shape(words, width),
         "blocks": [dict(block) for _ in range(blocks)],
         "last": shape(width, words),
     }
-    return mw.jax_program(loss, params, optax.adam(1e-3))
+    return mw.jax_program(loss, params, optimizer or optax.adam(1e-3))
+
+
+def looped(params, ids):
+    """The same with the blocks' weights stacked."""
+
+    def block(x, own):
+        return x + jnp.tanh(x @ own["up"]) @ own["down"], None
+
+    x, _ = jax.lax.scan(block, params["first"][ids], params["blocks"])
+    return jnp.mean((x @ params["last"]) ** 2)
+
+
+def looped_program_of(width=WIDTH, hidden=HIDDEN, words=WORDS, blocks=BLOCKS):
+    stacked = {"up": shape(blocks, width, hidden), "down": shape(blocks, hidden, width)}
+    params = {"first": shape(words, width), "blocks": stacked, "last": shape(width, words)}
+    return mw.jax_program(looped, params, optax.adam(1e-3))
 
 
 def asked(
-    mesh, micro_batches, schedule="1f1b", layouts=None, target="v5p:2x2x2", hardware=None, **more
-):
+    mesh, micro_batches, schedule="1f1b", layouts=None, target="v5p:2x2x2", hardware=None,
+    program=None, **more
+):  # fmt: skip
     """An analytic dry run with two rows in each micro-batch of a device."""
     pipeline = mw.Pipeline("stage", micro_batches, schedule, **more)
     strategy = mw.Sharded(
@@ -62,8 +81,9 @@ def asked(
     )
     ids = shape(2 * mesh["data"] * micro_batches, TOKENS, dtype="int32")
     return mw.dry_run(
-        program_of(), ids, strategy=strategy, target=target, hardware=hardware, compile=False
-    )
+        program or program_of(), ids, strategy=strategy, target=target, hardware=hardware,
+        compile=False,
+    )  # fmt: skip
 
 
 # Ticks
@@ -188,6 +208,33 @@ def test_a_model_axis_costs_what_is_computed_for_nothing():
     assert 0 < split.mfu < 1
 
 
+def test_layers_of_a_loop_are_estimated_as_layers_one_after_the_other():
+    mesh = {"stage": 2, "data": 2, "model": 2}
+    stacked = {f"blocks/{name}": [None, *axes] for name, axes in SPLIT.items()}
+    reports = [
+        asked(mesh, 4, layouts=layouts, program=program)
+        for layouts, program in ((SPLIT, program_of()), (stacked, looped_program_of()))
+    ]
+    assert len({(r.step_time_s, r.peak_bytes, r.mfu, r.estimate.flops) for r in reports}) == 1
+    sent = [Counter((c.kind, c.axes, c.bytes_per_device) for c in r.collectives) for r in reports]
+    assert sent[0] == sent[1]
+
+
+def test_blocks_without_slots_are_estimated_as_those_that_have_some():
+    """A stack of weights has slots for all blocks if it has them for one."""
+    ways = {"adam": optax.adam(1e-3), "none": optax.set_to_zero()}
+
+    def labels(params):
+        of_blocks = ["none", "adam"] * (BLOCKS // 2)
+        blocks = [dict.fromkeys(b, of) for b, of in zip(params["blocks"], of_blocks, strict=True)]
+        return {"first": "adam", "blocks": blocks, "last": "adam"}
+
+    mesh = {"stage": 4, "data": 2}
+    plain = asked(mesh, 8)
+    some = asked(mesh, 8, program=program_of(optimizer=optax.multi_transform(ways, labels)))
+    assert (some.step_time_s, some.peak_bytes) == (plain.step_time_s, plain.peak_bytes)
+
+
 GUESS = Hardware(
     "guess",
     (("float32", 1e9),),
@@ -293,7 +340,7 @@ def test_what_is_of_a_block_is_told_by_its_path_and_the_rest_is_cut_where_it_div
 # Plans
 
 
-def planned(network_bytes_per_s, blocks=BLOCKS, **more):
+def planned(network_bytes_per_s, blocks=BLOCKS, program_of=program_of, **more):
     hardware = hardware_of(Target.of("h100:2x4"))
     links = [link for link in hardware.links if link.kind != "network"]
     network = Link("network", "switch", network_bytes_per_s, 1e-6)
@@ -337,6 +384,38 @@ def test_a_plan_with_a_pipeline_is_what_a_dry_run_takes(blocks):
     assert report.ticks.schedule == plan.chosen.pipeline.schedule
     assert report.step_time_s == pytest.approx(plan.chosen.time_s, rel=0.1)
     assert report.peak_bytes == pytest.approx(plan.chosen.peak_bytes, rel=0.25)
+
+
+@pytest.mark.full
+def test_layers_of_a_loop_are_planned_as_layers_one_after_the_other():
+    one, other = (planned(1.5e10, program_of=of) for of in (program_of, looped_program_of))
+    assert other.chosen.pipeline == one.chosen.pipeline
+    assert other.chosen.axes == one.chosen.axes
+    assert other.chosen.time_s == pytest.approx(one.chosen.time_s)
+    assert other.chosen.peak_bytes == pytest.approx(one.chosen.peak_bytes)
+    assert [rule.pattern for rule in other.placement().layouts] == [
+        "blocks/down", "blocks/up", "first", "last",
+    ]  # fmt: skip
+
+
+def test_the_dims_of_entries_have_the_families_of_their_stacks():
+    """So that a layout of a stage's layers is one of the stacked weights."""
+    program = looped_program_of()
+    step = abstract_step(
+        program, shape(4, TOKENS, dtype="int32"), mw.Placement.of(mw.Mesh({"batch": 1}))
+    )
+    blocks, reason = equal_blocks(step)
+    assert not reason
+    whole = graph_of_step(step)
+    part = in_families_of(whole, graph_of_step(blocks.repeats.with_blocks(2)), blocks.entries)
+
+    def families(graph, path):
+        (dims,) = [t.dims for t in graph.tensors if t.path == path and t.role == "parameter"]
+        return [graph.dims[dim].family for dim in dims]
+
+    for name in ("up", "down"):
+        expected = families(whole, f"blocks/{name}")[1:]
+        assert [families(part, f"blocks/{n}/{name}") for n in range(2)] == [expected] * 2
 
 
 @pytest.mark.full

@@ -150,10 +150,11 @@ def assert_trains_as_on_one_device(build: Callable[[], keras.Model], x: Any, how
         np.testing.assert_allclose(actual, value, atol=1e-6)
 
 
-def partly_frozen() -> keras.Model:
+def partly_frozen(frozen: tuple[int, ...] = (0, 3), width: int = 8) -> keras.Model:
     x = inputs = keras.Input([8])
+    x = x if width == 8 else layers.Dense(width)(x)
     for number in range(4):
-        x = layers.Dense(8, "tanh", trainable=number not in (0, 3), name=f"block{number}")(x)
+        x = layers.Dense(width, "tanh", trainable=number not in frozen, name=f"block{number}")(x)
     model = keras.Model(inputs, layers.Dense(8, name="head")(x))
     model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=0.1), "mse")
     return model
@@ -194,12 +195,30 @@ def test_explain_refuses_a_batch_that_does_not_divide_into_micro_batches() -> No
         strategy.explain(model, (np.ones([12, 8], "float32"), np.ones([12, 8], "float32")))
 
 
-def test_a_dry_run_without_a_compiler_says_that_some_blocks_are_frozen() -> None:
+def test_a_dry_run_of_partly_frozen_blocks_is_that_of_trained_ones() -> None:
+    """Stages compute all blocks alike; frozen weights lie whole beside them."""
     pipeline, rows = mw.Pipeline("stage", 4), np.ones([16, 8], "float32")
     mesh = mw.Mesh({"stage": 2, "data": 2})
     strategy = mw.Sharded(mesh, batch="data", unmatched="replicate", pipeline=pipeline)
-    with pytest.raises(mw.TargetError, match="some of its equal blocks are frozen"):
-        mw.dry_run(partly_frozen(), (rows, rows), strategy=strategy, target="cpu:4", compile=False)
+    how = {"strategy": strategy, "target": "v5e:2x2", "compile": False}
+    frozen, trained = (mw.dry_run(partly_frozen(of), (rows, rows), **how) for of in ((0, 3), ()))
+    assert frozen.step_time_s == pytest.approx(trained.step_time_s, rel=1e-4)
+    assert frozen.memory.temporary_bytes == trained.memory.temporary_bytes
+    assert frozen.memory.state_bytes == trained.memory.state_bytes + 2 * 4 * (8 * 8 + 8)
+
+
+@pytest.mark.full
+def test_a_stage_writes_the_frozen_weights_of_its_own_blocks_alone() -> None:
+    def temporary_bytes(frozen: tuple[int, ...]) -> int:
+        mesh, rows = mw.Mesh({"stage": 2, "data": 1}), np.ones([4, 8], "float32")
+        pipeline = mw.Pipeline("stage", 2)
+        strategy = mw.Sharded(mesh, batch="data", unmatched="replicate", pipeline=pipeline)
+        model = partly_frozen(frozen, width=256)
+        report = mw.dry_run(model, (rows, rows), strategy=strategy, target="cpu:2")
+        return report.memory.temporary_bytes
+
+    a_block = 4 * 256 * 257
+    assert temporary_bytes((0, 1, 2)) < temporary_bytes(()) + 1.1 * a_block
 
 
 class OwnStep(keras.Model):

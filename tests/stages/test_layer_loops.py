@@ -161,12 +161,17 @@ def test_other_loops_are_refused_with_the_reason(
         _ = trainer(net, {**axes, "data": 1}, pipeline=pipeline).step
 
 
-def test_dry_runs_and_plans_say_what_they_know_of_loops() -> None:
+def test_dry_runs_and_plans_know_pipelines_of_loops() -> None:
     batch = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype)
     strategy = mw.Sharded(
         mw.create_mesh({"stage": 2, "data": 4}), {}, batch="data", pipeline=mw.Pipeline("stage", 4)
     )
-    with pytest.raises(mw.TargetError, match="a loop over stacked weights"):
-        mw.dry_run(program(scanned), batch, strategy=strategy, target="v5e:2x4", compile=False)
-    plan = mw.plan(program(scanned), batch, target="v5e:2x4", limit_s=2.0)
-    assert "no pipeline: the layers are a loop over stacked weights (layers/down" in str(plan)
+    how = {"strategy": strategy, "target": "v5e:2x4", "compile": False}
+    report = mw.dry_run(program(scanned), batch, **how)
+    assert report.step_time_s
+    assert report.parameter_bytes < 4 * sum(np.prod(i.dims) for i in program(scanned).params)
+    plans = [mw.plan(program(net), batch, target="v5e:2x4", limit_s=1.0) for net in (
+        scanned, with_losses_of_layers,
+    )]  # fmt: skip
+    assert "no pipeline: the best, of" in str(plans[0])
+    assert "weights (layers/down, layers/up) that is not cut: what a block makes" in str(plans[1])

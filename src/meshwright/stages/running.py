@@ -168,14 +168,11 @@ class Runner:
         return {place: path for place, (part, path) in members.items() if part != "params"}
 
     def _with_frozen(self, stack: Any, row: Sequence[tuple[str, str]], state: Arrays) -> Any:
-        import jax.numpy as jnp
-
-        if not (frozen := self._frozen(row)):
-            return stack
-        nothing = jnp.zeros_like(state[next(iter(frozen.values()))])
-        places = range(len(stack))
-        values = [state[frozen[n]] if n in frozen else nothing for n in places]
-        return jnp.where(_at(frozen, stack, 0), jnp.stack(values), stack)
+        """The stack with frozen weights in their places, each of which its own stage alone writes:
+        a stack of them would be as large as that of all stages on every device."""
+        for place, path in self._frozen(row).items():
+            stack = stack.at[place].set(state[path])
+        return stack
 
     def _without_frozen(self, grads: Any, stack: Any, row: Sequence[tuple[str, str]]) -> Any:
         """Gradients of a stack, with zeros in the places of frozen weights."""

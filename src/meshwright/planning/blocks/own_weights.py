@@ -153,38 +153,38 @@ class Thawed:
     frozen_bytes: int
 
 
-def thawed(described: AbstractStep, rows: Sequence[Paths]) -> Thawed:
-    """The step with all weights trained of which some block has one that is; ``rows`` are paths of
-    the weights by block."""
+def thawed(described: AbstractStep, rows: Sequence[Paths]) -> Thawed | None:
+    """The step with all weights trained of which some block has one that is, and with slots for all
+    where some has them; ``rows`` are paths of the weights by block. ``None`` where all are alike.
+    """
     program = described.program
     trained = {info.path for info in program.params}
-    rows = [row for row in rows if 0 < sum(path in trained for path in row) < len(row)]
-    twins = {
-        path: next(other for other in row if other in trained)
-        for row in rows
-        for path in row
-        if path not in trained
-    }
     of_slots = _slots_of(program, trained)
+    twins = _twins(rows, of_slots)
+    if not twins:
+        return None
     count = max(map(len, rows))
     turns = [_Turn({}, {})]
     for block in range(count):
-        here = [row[block] for row in rows if row[block] in twins]
+        here = [row[block] for row in rows if block < len(row) and row[block] in twins]
         params = {twins[path]: path for path in here}
         slots = {slot: f"{slot}@{p}" for twin, p in params.items() for slot in of_slots[twin]}
         turns += [_Turn(params, slots)] if params else []
     layouts = _layouts(described, trained)
     frozen = [info for info in program.state if info.path in twins]
+    were_state = {info.path for info in frozen}
     infos = {info.path: info for info in program.slots}
 
     def with_params(params: Arrays, whole: TrainState) -> tuple[Arrays, TrainState]:
-        own = {path: value for path, value in params.items() if path in twins}
-        rest = {path: value for path, value in params.items() if path not in twins}
+        own = {path: value for path, value in params.items() if path in were_state}
+        rest = {path: value for path, value in params.items() if path not in were_state}
         return rest, whole._replace(state={**whole.state, **own})
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
         value, aux = program.loss(*with_params(params, whole), batch, training)
-        return value, aux._replace(state={p: v for p, v in aux.state.items() if p not in twins})
+        return value, aux._replace(
+            state={p: v for p, v in aux.state.items() if p not in were_state}
+        )
 
     new_params = [
         replace(
@@ -202,12 +202,24 @@ def thawed(described: AbstractStep, rows: Sequence[Paths]) -> Thawed:
     new = replace(
         program,
         params=(*program.params, *new_params),
-        state=tuple(info for info in program.state if info.path not in twins),
+        state=tuple(info for info in program.state if info.path not in were_state),
         slots=(*program.slots, *new_slots),
         loss=loss,
         update=_in_turns(program, turns),
     )
     return Thawed(_with(described, new), sum(info.nbytes for info in frozen))
+
+
+def _twins(rows: Iterable[Paths], of_slots: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Of each weight that is frozen, or has no slots, one of another block that is not; slots are
+    by the weights that are trained."""
+    result: dict[str, str] = {}
+    for row in rows:
+        if trained := [path for path in row if path in of_slots]:
+            twin = max(trained, key=lambda path: len(of_slots[path]))
+            lacks = (p for p in row if p not in of_slots or (not of_slots[p] and of_slots[twin]))
+            result |= dict.fromkeys(lacks, twin)
+    return result
 
 
 # Both
@@ -273,7 +285,9 @@ def _layouts(described: AbstractStep, paths: Iterable[str]) -> dict[str, Layout]
 
 def _plain(info: ParamInfo, path: str) -> ParamInfo:
     """A variable of this path that no pattern names."""
-    return replace(info, path=path, spellings=(), asked=None, names=None, follows=None, lasting=None)
+    return replace(
+        info, path=path, spellings=(), asked=None, names=None, follows=None, lasting=None
+    )
 
 
 def _shape_of(value: Any) -> Any:

@@ -58,10 +58,9 @@ def equal_blocks(
 def _of_frozen(
     described: AbstractStep, rows: tuple[tuple[str, ...], ...], reason: str
 ) -> tuple[EqualBlocks | None, str]:
-    trained = {info.path for info in described.program.params}
-    if all(len({path in trained for path in row}) == 1 for row in rows):
-        return None, reason
     step = thawed(described, rows)
+    if step is None:
+        return None, reason
     repeats, reason = reduced(step.step, _LEAST)
     blocks = None if repeats is None else EqualBlocks(repeats, frozen_bytes=step.frozen_bytes)
     return blocks, reason
