@@ -44,7 +44,7 @@ def loss(params, ids):
     return jnp.mean((x @ params["last"]) ** 2)
 
 
-def program_of(width=WIDTH, hidden=HIDDEN, words=WORDS, blocks=BLOCKS, optimizer=None):
+def program_of(width=WIDTH, hidden=HIDDEN, words=WORDS, blocks=BLOCKS, optimizer=None, loss=loss):
     block = {"up": shape(width, hidden), "down": shape(hidden, width)}
     params = {
         "first": shape(words, width),
@@ -233,6 +233,21 @@ def test_blocks_without_slots_are_estimated_as_those_that_have_some():
     plain = asked(mesh, 8)
     some = asked(mesh, 8, program=program_of(optimizer=optax.multi_transform(ways, labels)))
     assert (some.step_time_s, some.peak_bytes) == (plain.step_time_s, plain.peak_bytes)
+
+
+def test_what_a_models_own_checkpoint_computes_again_is_not_counted_as_kept():
+    def checkpointed(params, ids):
+        x = params["first"][ids]
+        inner = jax.checkpoint(lambda own, x: jnp.tanh(x @ own["up"]) @ own["down"])
+        for own in params["blocks"]:
+            x = x + inner(own, x)
+        return jnp.mean((x @ params["last"]) ** 2)
+
+    mesh, more = {"stage": 4, "data": 2}, {"remat_stages": False}
+    reports = [asked(mesh, 8, program=program_of(loss=of), **more) for of in (loss, checkpointed)]
+    plain, less = (report.memory.temporary_bytes for report in reports)
+    in_flight, of_a_stage = 7, 2 * BLOCKS // 4 // 2
+    assert plain - less == in_flight * of_a_stage * 2 * TOKENS * HIDDEN * 4
 
 
 GUESS = Hardware(

@@ -8,11 +8,13 @@ nothing is required of the model (zero bubble, Qi et al., 2023).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .. import _compat
 from ..jaxprs.flops import equation_flops
+from ..jaxprs.narrowest import narrowest
 from ..jaxprs.primitives import TABLE, inner_jaxprs, opened
 from ..jaxprs.slices import reached, variables
 from ..jaxprs.walk import LOOPS
@@ -124,10 +126,23 @@ class _Equations:
         return [_value(value_of, atom) for atom in outputs]
 
     def costly(self, outputs: Iterable[Any]) -> list[Var]:
-        """The variables that others are cheaply computed from, beside the arguments."""
-        return self.first_met(
-            outputs, {v for e in self.eqns if not _is_cheap(e) for v in e.outvars}
+        """The variables of least bytes that others are cheaply computed from, beside the arguments:
+        results of products and the like, or what is made of several of them. Those that JAX would
+        keep are such variables, so no more is kept than it does under ``jax.checkpoint``.
+        """
+        outputs = variables(outputs)
+        begins = self.first_met(
+            outputs, {var for eqn in self.eqns if not _is_cheap(eqn) for var in eqn.outvars}
         )
+        follows: dict[Var, list[Var]] = {}
+        for number in self._slice(outputs, begins):
+            eqn = self.eqns[number]
+            for var in variables(eqn.invars):
+                follows.setdefault(var, []).extend(eqn.outvars)
+        nodes = {*begins, *follows, *(v for after in follows.values() for v in after)}
+        width = {var: _nbytes(var) for var in nodes}
+        kept = narrowest(begins, [v for v in outputs if v in nodes], follows, width)
+        return self.first_met(outputs, kept)
 
     def first_met(self, outputs: Iterable[Any], stops: set[Var]) -> list[Var]:
         """Which of ``stops`` the equations for ``outputs`` read first."""
@@ -172,6 +187,11 @@ def _is_cheap(eqn: Any) -> bool:
 
 def _value(values: dict[Var, Any], atom: Any) -> Any:
     return atom.val if hasattr(atom, "val") else values[atom]
+
+
+def _nbytes(var: Var) -> int:
+    is_key = not hasattr(var.aval.dtype, "itemsize")
+    return math.prod(var.aval.shape) * (16 if is_key else var.aval.dtype.itemsize)
 
 
 def _shape(atom: Any) -> Any:

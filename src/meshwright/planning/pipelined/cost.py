@@ -399,16 +399,21 @@ def _bytes_in_flight(staging: Staging, result_bytes: int, products: int) -> int:
 
 def _activations(assignment: Assignment, sections: Sequence[Section]) -> tuple[int, int, int]:
     """Bytes of one micro-batch: of all results of products in the blocks of a stage, of those that
-    its backward pass needs, and of the operation after the blocks that reads and writes most."""
+    its backward pass needs, and of the operation after the blocks that reads and writes most.
+
+    What the model's own checkpoints compute again is not needed, but what follows on it is.
+    """
     graph = assignment.problem.graph
     products = needed = widest = 0
     readers = _readers(graph)
+    again = {tensor.twin for tensor in graph.tensors} - {None}
     for section, operation in zip(sections, graph.operations, strict=True):
         result_bytes = sum(_bytes_on_device(assignment, place) for place in operation.results)
         if section == ("blocks", "forward"):
             products += result_bytes if operation.flops else 0
-            is_needed = operation.flops and any(
-                _is_bent(graph, readers, r) for r in operation.results
+            of_again = not again.isdisjoint(operation.operands)
+            is_needed = (operation.flops or of_again) and any(
+                r not in again and _is_bent(graph, readers, r) for r in operation.results
             )
             needed += result_bytes if is_needed else 0
         elif section.name == "after" and section.phase != "update":
