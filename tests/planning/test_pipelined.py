@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
