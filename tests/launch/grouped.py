@@ -2,8 +2,9 @@
 
 ``python grouped.py FOLDER HOW [RANK]``: the failing rank (1) writes ``failed`` there with the time;
 the other writes ``seen`` with the time, and the error that it has got. ``goes on``: it does not
-fail. ``late``: it is only late, for longer than a step may take, because it compiles, is stopped
-now and then, and reads slowly.
+fail. ``asleep``: it sleeps after training, and the other waits for it at a barrier. ``late``: it is
+only late, for longer than a step may take, because it compiles, is stopped now and then, and reads
+slowly.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import meshwright as mw  # noqa: E402 - the listener must be the first
 
 
 def batches() -> Iterator[dict[str, np.ndarray]]:
-    ends = {"nothing": 120, "late": 130}.get(HOW, 10**6)
+    ends = {"nothing": 120, "late": 130, "asleep": 10}.get(HOW, 10**6)
     for number in range(AT if (HOW, jax.process_index()) == ("uneven", FAILS) else ends):
         if HOW == "late" and jax.process_index() == FAILS and number > AT:
             time.sleep(0.05)
@@ -50,6 +51,13 @@ def batches() -> Iterator[dict[str, np.ndarray]]:
                 fail()
         yield {"x": np.ones([8, 4], "f"), "y": np.ones([8, 2], "f")}
     note_failure()
+
+
+def meet(mesh: mw.Mesh) -> None:
+    if jax.process_index() == FAILS:
+        note_failure()
+        time.sleep(10**6)
+    mw.barrier(mesh)
 
 
 def note_failure() -> None:
@@ -83,9 +91,12 @@ def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array
 def main() -> None:
     mw.join()  # where something else than the launcher has started this
     program = mw.jax_program(loss, {"w": np.zeros([4, 2], "f")}, optax.sgd(0.1))
-    trainer = mw.Trainer(program, mw.Placement.of(mw.create_mesh({"batch": -1}), {}))
+    mesh = mw.create_mesh({"batch": -1})
+    trainer = mw.Trainer(program, mw.Placement.of(mesh, {}))
     try:
         _, logs = trainer.train(trainer.init(), batches())
+        if HOW == "asleep":
+            meet(mesh)
         print("loss", float(logs["loss"]), jax.process_count(), jax.device_count(), flush=True)
     except mw.ProcessError as error:
         if jax.process_index() != FAILS:

@@ -21,7 +21,7 @@ from meshwright.launch.progress import Board, Progress, new_board
 from meshwright.launch.stalls import Seen
 
 PROGRAM = str(Path(__file__).parent / "grouped.py")
-STALL_S = 2.0
+STALL_S, SCRIPT_S = 2.0, 6.0
 
 
 REPORTS = """
@@ -91,6 +91,7 @@ def started(
 ) -> list[subprocess.Popen[str]]:
     """Two ranks with torchrun's variables, as another launcher would start them."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports())}
+    shared |= {"MESHWRIGHT_SCRIPT_TIMEOUT": str(SCRIPT_S)}
     shared |= {"MESHWRIGHT_STALL_TIMEOUT": str(STALL_S), "JAX_NUM_CPU_DEVICES": "2", **more}
     return [
         subprocess.Popen(
@@ -140,6 +141,7 @@ def companions_of(pids: list[int]) -> list[tuple[int, str]]:
         pytest.param("raise", 1, 1.0, "raised an exception after step 60", marks=pytest.mark.full),
         pytest.param("exit", 1, STALL_S + 5, "has ended, and rank 0 waits", marks=pytest.mark.full),
         pytest.param("gil", 1, STALL_S + 5, "is stuck in 'input'", marks=pytest.mark.full),
+        pytest.param("asleep", 1, SCRIPT_S + 5, "does nothing in 'script'", marks=pytest.mark.full),
     ],
 )
 def test_ranks_that_others_start_learn_which_failed_and_where(tmp_path, how, fails, limit_s, says):
@@ -155,8 +157,11 @@ def test_ranks_that_others_start_learn_which_failed_and_where(tmp_path, how, fai
         assert (actual["rank"], actual["pid"]) == (fails, pid)
         assert results[1 - fails][0] == 1
         assert (folder / f"left{1 - fails}").exists()  # its ``finally`` block has run
-        if how in ("raise", "gil"):
+        if how in ("raise", "gil", "asleep"):
             assert "grouped.py" in actual["stack"]
+        if how == "asleep":  # it is named long before, by its own agent with its stack
+            named = rf"pid {pid}\) has been in 'script' for .* s while .*\n.*stack:\n.*grouped.py"
+            assert re.search(named, results[fails][1])
         assert within(10.0, lambda: not companions_of([p.pid for p in processes]))
         return actual["at"] - json.loads((folder / "failed").read_text())
 
@@ -214,9 +219,13 @@ class Link:
 
     def __init__(self, *ranks: Seen) -> None:
         self.ranks = list(ranks)
+        self.named: list[int] = []
 
     def others(self) -> list[Seen]:
         return self.ranks
+
+    def name(self, rank: int, _what: str) -> None:
+        self.named.append(rank)
 
 
 def companion_of_rank_0(folder: Path, link: Link) -> Companion:
@@ -228,10 +237,11 @@ def companion_of_rank_0(folder: Path, link: Link) -> Companion:
 def test_agents_name_a_rank_that_is_slow_but_alive(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(companion, "STRAGGLER_S", 0.05)
     slow = Seen(1, Progress("input", 1, time.monotonic(), pid=1))
-    watch = companion_of_rank_0(tmp_path, Link(slow))
+    watch = companion_of_rank_0(tmp_path, link := Link(slow))
     for _ in range(4):
         assert watch._look() is None
         time.sleep(0.03)
+    assert link.named == [1]  # by its own agent, too, which can read its stack
     assert "meshwright: rank 1 of 2 is slow: for" in capfd.readouterr().err
 
 

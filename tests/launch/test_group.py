@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -24,9 +25,12 @@ import meshwright as mw
 from meshwright import ClusterError
 from meshwright.launch.group import run_group
 from meshwright.launch.group_options import GroupOptions
+from meshwright.launch.holdups import Holdups
 from meshwright.launch.hosts import run_on_hosts
+from meshwright.launch.idleness import Idleness, _descendants, _of_all
 from meshwright.launch.limits import Limits
-from meshwright.launch.native_waits import NativeWait
+from meshwright.launch.native_waits import NativeWait, waits_natively
+from meshwright.launch.outside import stack_from
 from meshwright.launch.processes import free_port
 from meshwright.launch.progress import Board, Progress, new_board, read_board, report_to
 from meshwright.launch.signals import Stopping
@@ -35,12 +39,12 @@ from meshwright.launch.stragglers import Stragglers
 from meshwright.run.counted_step import CountedStep
 
 PROGRAM = str(Path(__file__).parent / "grouped.py")
-STALL_S = 2.0
+STALL_S, SCRIPT_S = 2.0, 6.0
 
 
 def grouped(folder: Path, how: str, fails: int = 1, **options: Any) -> int:
     arguments = [PROGRAM, str(folder), how, str(fails)]
-    return run_group(arguments, GroupOptions(2, 2, stall_s=STALL_S, **options))
+    return run_group(arguments, GroupOptions(2, 2, stall_s=STALL_S, script_s=SCRIPT_S, **options))
 
 
 @pytest.mark.alone
@@ -78,6 +82,7 @@ def test_the_launcher_passes_on_that_nothing_is_compared(tmp_path, capfd):
         pytest.param("exit", 1, 1, STALL_S + 5, "has ended, and rank 0", marks=pytest.mark.full),
         pytest.param("uneven", 1, 1, STALL_S + 5, "has ended, and rank 0", marks=pytest.mark.full),
         pytest.param("gil", 1, 1, STALL_S + 5, "is stuck in 'input'", marks=pytest.mark.full),
+        pytest.param("asleep", 1, 1, SCRIPT_S + 5, "does nothing in '", marks=pytest.mark.full),
     ],
 )
 def test_the_others_learn_which_process_failed_and_where(
@@ -94,9 +99,12 @@ def test_the_others_learn_which_process_failed_and_where(
         own = [line for line in err.splitlines() if line.startswith("meshwright launch: ")]
         assert f"pid {pid}" in own[0]
         assert "meshwright.errors.ProcessError" in out
-        if how in ("raise", "gil"):
+        if how in ("raise", "gil", "asleep"):
             assert "grouped.py" in actual["stack"]
-            assert "fail" in actual["stack"]
+            assert ("meet" if how == "asleep" else "fail") in actual["stack"]
+        if how == "asleep":  # it is named long before
+            assert f"rank {fails}" in own[0]
+            assert "while rank 0 waits for it; it does nothing there" in own[0]
         if how == "raise":
             assert err.rstrip().endswith("OSError: a file of rows is damaged")
         assert all_gone([pid])()
@@ -162,8 +170,8 @@ def test_what_cannot_be_started_is_refused(tmp_path, monkeypatch):
 # The rule, without processes
 
 
-def seen(rank: int, section: str, step: int, stopped_s: float = 0.0, waits_s: float = 0.0) -> Seen:
-    return Seen(rank, Progress(section, step, 0.0, pid=1), stopped_s, waits_s)
+def seen(rank: int, section: str, step: int, **outside_s: float) -> Seen:
+    return Seen(rank, Progress(section, step, 0.0, pid=1), **outside_s)
 
 
 def later(rank: int, section: str, step: int, since_s: float) -> Seen:
@@ -204,6 +212,20 @@ def later(rank: int, section: str, step: int, since_s: float) -> Seen:
         ([seen(0, "script", 0, waits_s=61.0), seen(1, "exit", 0), seen(2, "script", 0)], 9e2, []),
         ([seen(0, "script", 0, waits_s=61.0), seen(1, "compile", 0)], 900.0, []),
         ([seen(0, "script", 90, waits_s=61.0), seen(1, "step", 9), seen(2, "input", 8)], 61.0, [2]),
+        # Code of the program's own: one that does nothing is not waited for as long.
+        ([seen(0, "barrier", 8), seen(1, "script", 8, idle_s=121.0)], 121.0, [1]),
+        ([seen(0, "barrier", 8), seen(1, "script", 8, idle_s=119.0)], 121.0, []),
+        ([seen(0, "barrier", 8), seen(1, "script", 8)], 290.0, []),  # it works
+        ([later(0, "barrier", 8, 10.0), seen(1, "script", 8, idle_s=121.0)], 121.0, []),
+        ([seen(0, "exit", 8), seen(1, "script", 8, idle_s=121.0)], 121.0, [1]),
+        ([seen(0, "exit", 8), seen(1, "script", 8)], 10_000.0, []),
+        ([seen(0, "step", 9), seen(1, "callbacks", 8, idle_s=121.0)], 121.0, [1]),
+        ([seen(0, "callbacks", 8, waits_s=121.0), seen(1, "callbacks", 8, idle_s=121)], 121.0, [1]),
+        ([seen(0, "callbacks", 8, waits_s=610.0), seen(1, "callbacks", 8)], 610.0, [1]),
+        ([seen(0, "script", 8, idle_s=900.0), seen(1, "script", 8, idle_s=900.0)], 900.0, []),
+        ([seen(0, "script", 8), seen(1, "script", 8, idle_s=900.0)], 900.0, []),  # none waits
+        ([seen(0, "barrier", 8), seen(1, "script", 8, idle_s=130), seen(2, "script", 8)], 130, []),
+        ([seen(0, "barrier", 8), seen(1, "script", 8, idle_s=130), seen(2, "compile", 8)], 130, []),
     ],
 )
 def test_only_those_that_hold_the_others_up_are_blamed(ranks, after_s, blamed):
@@ -216,6 +238,61 @@ def test_a_rank_for_which_loops_of_their_own_wait_is_named_long_before_it_is_end
     assert str(watch.look(ranks, 10.0)).endswith("mostly while it was in 'script'")
     ranks = [seen(0, "script", 0), seen(1, "script", 0)]
     assert [watch.look(ranks, now_s) for now_s in (15.0, 20.0)] == [None, None]
+
+
+def test_a_rank_that_does_nothing_while_others_wait_is_named_once_and_early():
+    waits, elsewhere = seen(0, "barrier", 8), seen(1, "script", 8, idle_s=11.9)
+    holdups = Holdups(Limits())
+    assert not holdups.look([waits, elsewhere], 11.9)
+    (named,) = holdups.look([waits, elsewhere], 12.1)
+    assert named.rank == 1
+    assert str(named).endswith(
+        "does nothing there, and after 120 s of that the group ends "
+        "(--script-timeout, MESHWRIGHT_SCRIPT_TIMEOUT)"
+    )
+    assert not holdups.look([waits, elsewhere], 100.0)
+    assert not Holdups(Limits()).look([seen(0, "script", 8), elsewhere], 1000.0)
+
+
+def test_a_process_that_sleeps_does_nothing_and_one_whose_child_computes_does(monkeypatch):
+    monkeypatch.setattr("meshwright.launch.idleness._EVERY_S", 0.02)
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("only Linux says what a process does")
+    sleeps = subprocess.Popen(["sleep", "60"])
+    works = subprocess.Popen(["sh", "-c", "sh -c 'while :; do :; done' & wait"])
+    idle_s = {sleeps.pid: Idleness(), works.pid: Idleness()}
+    looks = list[float]()
+    try:
+        # A second of a core, or of waiting for one: a tenth of that is seen.
+        while (sample := _of_all(works.pid, 0.0)) is not None and sample.all_ran_s < 1.0:
+            looks = [idleness.look(pid, time.monotonic()) for pid, idleness in idle_s.items()]
+            time.sleep(0.05)
+    finally:
+        for pid in (*_descendants(works.pid), works.pid, sleeps.pid):
+            os.kill(pid, signal.SIGKILL)
+        works.wait()
+        sleeps.wait()
+    assert looks[1] < looks[0] / 2
+
+
+def test_a_stack_is_the_newest_that_the_rank_has_written(tmp_path):
+    form = 'Current thread 0x1 (most recent call first):\n  File "a.py", line {} in f\n'
+    path = tmp_path / "stack"
+    for line in (1, 2):
+        stack = stack_from(path, functools.partial(append, path, form.format(line)))
+        assert stack == f'  File "a.py", line {line} in f'
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_a_line_that_takes_a_lock_does_not_wait_in_jax(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text("loss.block_until_ready()\nlock.acquire()\nwith lock:\n    pass\n")
+    actual = [waits_natively(f'File "{program}", line {line} in main') for line in (1, 2, 3)]
+    assert actual == [True, False, False]
 
 
 def test_a_wait_of_the_main_thread_in_native_code_is_seen_from_outside(monkeypatch):

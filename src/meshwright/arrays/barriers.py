@@ -12,6 +12,8 @@ import jax
 import numpy as np
 
 from ..errors import TopologyError, TracingError
+from ..launch.join import naming_failures
+from ..launch.progress import inside
 from ..layouts.layout import Layout
 from ..layouts.mesh import Mesh
 from .default import as_mesh, own_devices
@@ -42,6 +44,11 @@ def barrier(mesh: Mesh, name: str = "", timeout_s: float | None = 600.0) -> None
             "barrier waits for devices, which has no meaning inside jit: it would wait once, while "
             "tracing. Call it between the steps."
         )
+    with naming_failures(), inside("barrier"):  # agents name those that do not come
+        _wait_here(mesh, name, timeout_s)
+
+
+def _wait_here(mesh: Mesh, name: str, timeout_s: float | None) -> None:
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     late = f"barrier {name!r} on the mesh ({mesh}): after {timeout_s} s process"
     _wait_for(_in_flight(mesh), deadline_s, f"{late} {jax.process_index()} {_BUSY}")

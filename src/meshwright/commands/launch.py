@@ -19,6 +19,7 @@ _PASSED_ON = (
     "devices",
     "log_dir",
     "stall_timeout",
+    "script_timeout",
     "join_timeout",
     "agree",
     "standby",
@@ -35,7 +36,8 @@ _NOT_OF_RAY = (
     "agree",
     "standby",
 )
-_NOT_OF_JOBS = (*_NOT_OF_RAY[1:], "stall_timeout", "join_timeout")  # the scheduler decides
+_TIMES = ("stall_timeout", "script_timeout", "join_timeout")
+_NOT_OF_JOBS = (*_NOT_OF_RAY[1:], *_TIMES)  # the scheduler decides
 _RESTARTS_OF_TASKS = 10
 
 
@@ -93,6 +95,11 @@ class _Range(click.ParamType):
 )
 @seconds_option(
     "--stall-timeout", 10.0, "Seconds that a step or a batch may take, once several have been seen."
+)
+@seconds_option(
+    "--script-timeout",
+    120.0,
+    "Seconds that a process may do nothing, outside of training, while all others wait for it.",
 )
 @seconds_option("--join-timeout", 60.0, "Seconds until every process must have joined.")
 @option(
@@ -212,6 +219,7 @@ def launch(
         devices=options["devices"],
         log_dir=options["log_dir"],
         stall_s=options["stall_timeout"],
+        script_s=options["script_timeout"],
         join_s=options["join_timeout"],
         agree=options["agree"],
         standby=options["standby"],
@@ -268,6 +276,7 @@ def _run_on_ray(
         max_restarts=options["max_restarts"] or 0,
         stall_s=options["stall_timeout"],
         join_s=options["join_timeout"],
+        script_s=options["script_timeout"],
     )
     launcher.run_program(program)
 

@@ -28,8 +28,9 @@ from .addresses import to_listen
 from .coordinator import Coordinator
 from .doors import Entrance, group_keys
 from .failure import Failure
-from .limits import Limits
-from .native_waits import NativeWait
+from .holdups import Holdups
+from .idleness import Unseen
+from .limits import SCRIPT_S, Limits
 from .nodes import Hub, Spoke
 from .processes import own_module
 from .progress import Progress, read_board
@@ -61,6 +62,7 @@ class Charge:
     hub: str
     coordinator: str
     stall_s: float
+    script_s: float = SCRIPT_S
     listener: int | None = None
     relay: int | None = None
 
@@ -85,12 +87,13 @@ class Companion:
         self._charge, self._link = charge, link
         self._folder = Path(charge.folder)
         self._board = join.board_path(self._folder, charge.rank)
-        self._limits, self._stragglers = Limits(charge.stall_s), Stragglers(STRAGGLER_S)
+        self._limits = Limits(charge.stall_s, script_s=charge.script_s)
+        self._stragglers, self._holdups = Stragglers(STRAGGLER_S), Holdups(self._limits)
         self._others: dict[int, Seen] = {}
         self._own = Seen(charge.rank, Progress(pid=charge.pid))
         self._looked_s = self._resumed_s = time.monotonic()
         self._died_s: float | None = None
-        self._waits = NativeWait(self._limits.unseen_wait_s, self._stack)
+        self._unseen = Unseen(self._limits, self._stack)
 
     def watch(self) -> Failure | None:
         """Watch to the end; the failure that ended the group, if there was one."""
@@ -124,12 +127,8 @@ class Companion:
         if is_there and outside.is_stopped(self._charge.pid):
             stopped_s = before.stopped_s + now_s - self._looked_s
         progress = replace(progress, since_s=max(progress.since_s, self._resumed_s))
-        waits_s = 0.0
-        if is_there and progress.section == "script":
-            waits_s = self._waits.look(self._charge.pid, now_s)
-        else:
-            self._waits.forget()
-        self._own = Seen(self._charge.rank, progress, stopped_s, waits_s)
+        unseen = self._unseen.look(progress, now_s) if is_there else (0.0, 0.0)
+        self._own = Seen(self._charge.rank, progress, stopped_s, *unseen)
         self._looked_s = now_s
         return self._own_failure(is_there) or self._stall(now_s)
 
@@ -152,26 +151,33 @@ class Companion:
 
     def _stall(self, now_s: float) -> Failure | None:
         if isinstance(self._link, Spoke):
+            for rank, what in self._link.named():
+                self._name(rank, what)
             blamed, self._link.blamed = self._link.blamed, None
             return None if blamed is None else self._stalled(blamed)
         ranks = [self._own, *self._others.values()]
         stalled = stalls(ranks, self._limits, now_s)
         if not stalled:
-            self._name_straggler(ranks, now_s)
+            self._name_slow(ranks, now_s)
             return None
         if stalled[0].rank == self._charge.rank:
             return self._stalled(stalled[0])
         self._link.blame(stalled[0])
         return None
 
-    def _name_straggler(self, ranks: list[Seen], now_s: float) -> None:
-        """Say which rank is slow but alive; it goes on."""
-        slow = self._stragglers.look(ranks, now_s)
-        if slow is None:
-            return
-        text = f"rank {slow.rank} of {self._charge.processes} {slow}."
-        if slow.rank == self._charge.rank:
-            text = replace(self._failure("", self._stack()), what=str(slow)).text()
+    def _name_slow(self, ranks: list[Seen], now_s: float) -> None:
+        """Say which ranks the others wait for; they go on."""
+        slow = [self._stragglers.look(ranks, now_s), *self._holdups.look(ranks, now_s)]
+        for one in slow:
+            if one is not None:
+                self._name(one.rank, str(one))
+                if one.rank != self._charge.rank:
+                    self._link.name(one.rank, str(one))  # its own agent can read its stack
+
+    def _name(self, rank: int, what: str) -> None:
+        text = f"rank {rank} of {self._charge.processes} {what}."
+        if rank == self._charge.rank:
+            text = replace(self._failure("", self._stack()), what=what).text()
         print(f"meshwright: {text}", file=sys.stderr, flush=True)
 
     def _stack(self) -> str:
@@ -182,11 +188,8 @@ class Companion:
         return outside.stack_from(path, lambda: self._signal(join.DUMP))
 
     def _stalled(self, stall: Stall) -> Failure:
-        stack = self._stack()
-        limit = f", and the limit is {stall.limit_s:.0f} s" if stall.limit_s else ""
-        cause = "is stopped" if self._own.stopped_s else stall.what
-        what = f"{cause} (for {stall.for_s:.1f} s{limit})"
-        return replace(self._failure("", stack), what=what)
+        what = stall.text(bool(self._own.stopped_s))
+        return replace(self._failure("", self._stack()), what=what)
 
     def _failure(self, what: str, stack: str = "", section: str = "") -> Failure:
         charge, progress = self._charge, self._own.progress

@@ -116,7 +116,7 @@ class Group:
             else:
                 self._relay = Relay(self._share.coordinator, lost_path(self._folder))
             self._places = {first + i: place for i, place in enumerate(start.places)}
-            limits = Limits(options.stall_s, options.join_s)
+            limits = Limits(options.stall_s, options.join_s, options.script_s)
             self._watch = Watch(self._places, total, self._folder, self._supervisor, logs, limits)
             fixed = {**dict(start.variables), JOIN: "1", AGREE: str(int(options.agree))}
             self._commands = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import ClusterError
 from .elastic import Elastic
+from .limits import SCRIPT_S
 
 _RESTARTS = 10  # without a newer checkpoint, where the number of processes may change
 
@@ -25,6 +26,7 @@ class GroupOptions:
     log_dir: Path | None = None
     stall_s: float = 10.0
     join_s: float = 60.0
+    script_s: float = SCRIPT_S
     agree: bool = True
     nodes: int = 1  # hosts, on each of which so many processes are started
     rendezvous: str = ""  # host:port, where there are several
@@ -55,7 +57,11 @@ class GroupOptions:
         ]
         faults += [
             f"{name} must be above 0 seconds; received {value}."
-            for name, value in (("stall_s", self.stall_s), ("join_s", self.join_s))
+            for name, value in (
+                ("stall_s", self.stall_s),
+                ("join_s", self.join_s),
+                ("script_s", self.script_s),
+            )
             if not value > 0
         ]
         if self.nodes > 1 and not self.rendezvous:

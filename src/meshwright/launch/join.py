@@ -29,6 +29,7 @@ from . import neighbors, progress, standby
 from .addresses import listener_at, to_listen
 from .coordinator import HOSTED
 from .failure import Failure
+from .limits import SCRIPT_S
 from .membership import COORDINATOR, Membership, membership
 from .relay import RELAY
 
@@ -42,6 +43,7 @@ AGENT = "MESHWRIGHT_AGENT"  # the folder in which an agent and its ranks meet
 AGREE = "MESHWRIGHT_AGREE"  # "0": nothing is compared
 WATCH = "MESHWRIGHT_WATCH"  # "0": no agent is started
 STALL = "MESHWRIGHT_STALL_TIMEOUT"  # seconds that a step or a batch may take
+SCRIPT = "MESHWRIGHT_SCRIPT_TIMEOUT"  # and that a rank may do nothing while others wait for it
 MEETING = "MESHWRIGHT_MEETING"  # where an agent compares
 _BASE = getattr(signal, "SIGRTMIN", None)
 DUMP = signal.SIGUSR1 if _BASE is None else _BASE + 5  # "write your stack down"
@@ -307,9 +309,9 @@ def _start_agent(member: Membership, hub: str, listener: socket.socket | None) -
     _folder = PrivateFolder()
     progress.new_board(board_path(_folder.path, member.rank))
     _follow_agent(member, _folder.path)
-    stall_s = _seconds(STALL, 10.0)
+    limits_s = _seconds(STALL, 10.0), _seconds(SCRIPT, SCRIPT_S)
     place = (member.rank, member.processes, os.getpid(), str(_folder.path))
-    charge = companion.Charge(*place, hub, member.coordinator, stall_s)
+    charge = companion.Charge(*place, hub, member.coordinator, *limits_s)
     if listener is not None:
         with listener:
             companion.start(dataclasses.replace(charge, listener=listener.fileno()))

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-_FIRST_S = {"join": 600.0, "script": 600.0, "compile": 1800.0, "save": 600.0, "callbacks": 600.0}
+OWN = ("script", "callbacks")  # sections of the program's own code, which may take any time
+SCRIPT_S = 120.0
+SCRIPT_SETTING = "--script-timeout, MESHWRIGHT_SCRIPT_TIMEOUT"
+_FIRST_S = {"join": 600.0, "compile": 1800.0, "save": 600.0}
+_TIMES_WORKING = 5.0
+_SEEN_S = 2.0
 _LEARNT = ("input", "step", "batch callbacks")
 _FIRST_STEPS = 32  # the host runs ahead of the devices at first, and its steps seem short
 _TIMES_FIRST = 12.0  # of the shortest limit: connections are made, and buffers filled
@@ -26,7 +31,9 @@ class Limits:
     """How long a section may take, learnt from those that were seen to end.
 
     Input, step and batch callbacks may take ``shortest_s``, and 12 times that during the first 32
-    steps. Before a rank joins it is ``join_s``, in the compiler 30 minutes, elsewhere 10 minutes.
+    steps. Before a rank joins it is ``join_s``, in the compiler 30 minutes, in a save 10 minutes.
+    In code of the program's own, for which others wait, it is ``script_s`` where a rank does
+    nothing, which is not learnt, and five times that where it works.
     Five times what a section has taken twice is allowed in any case, and for an hour twice what
     it has taken once: a single hitch must not set the limit of a whole run.
 
@@ -43,6 +50,7 @@ class Limits:
 
     shortest_s: float = 10.0
     join_s: float = 60.0
+    script_s: float = SCRIPT_S
     steps: int = 0
     _longest: dict[str, list[_Span]] = field(default_factory=dict)
 
@@ -62,7 +70,9 @@ class Limits:
         """How long the section may take, in seconds."""
         if section == "launch":
             return self.join_s
-        if section not in _LEARNT:
+        if section in OWN:
+            first_s = _TIMES_WORKING * self.script_s
+        elif section not in _LEARNT:
             first_s = _FIRST_S.get(section, _TIMES_TOGETHER_FIRST * self.shortest_s)
         else:
             first_s = self.shortest_s * (1.0 if self._is_known else _TIMES_FIRST)
@@ -80,8 +90,18 @@ class Limits:
         return max(times * self.shortest_s, self.of(section, now_s))
 
     @property
+    def named_s(self) -> float:
+        """After how long a rank is named that others wait for; native waits are known by then."""
+        return self.shortest_s + _SEEN_S
+
+    @property
+    def native_wait_s(self) -> float:
+        """How long a wait in native code must be to count as one at all."""
+        return self.shortest_s / 2
+
+    @property
     def unseen_wait_s(self) -> float:
-        """How long a wait that the rank itself does not report must be to count as one.
+        """How long a wait that the rank itself does not report must be to end the group for.
 
         >>> Limits(shortest_s=10.0).unseen_wait_s
         60.0

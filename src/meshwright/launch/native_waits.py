@@ -8,6 +8,7 @@ waits there. Only Linux says so.
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import sysconfig
@@ -20,14 +21,21 @@ _RUNS_NS = 5e5  # in a second: waits with a time limit wake a thread five times,
 _WAKES = 10  # in a second
 _ALL_RUN_S = 0.05  # in a second, of all threads together
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_FILE = re.compile(r'\s*File "(.*)", line \d+')
+_FILE = re.compile(r'\s*File "(.*)", line (\d+)')
+_LOCK = re.compile(r"\.acquire\(|^\s*with\b")  # of Python's own, which shows no frame either
 
 
-class _Sample(NamedTuple):
+class Sample(NamedTuple):
+    """What the main thread of a process has done so far, and all of its threads together.
+
+    ``queued_s`` is how long the main thread could have run, had a core been free.
+    """
+
     at_s: float
     ran_ns: int
     wakes: int
     all_ran_s: float = 0.0
+    queued_s: float = 0.0
 
 
 class NativeWait:
@@ -39,7 +47,7 @@ class NativeWait:
 
     def __init__(self, after_s: float, stack: Callable[[], str]) -> None:
         self._after_s, self._stack = after_s, stack
-        self._began: _Sample | None = None
+        self._began: Sample | None = None
         self._looked_s = float("-inf")
         self._waits_s = 0.0
         self._is_native: bool | None = None  # not asked yet
@@ -56,7 +64,8 @@ class NativeWait:
         self._began, self._waits_s = None, 0.0
 
     def _look(self, pid: int, now_s: float) -> float:
-        sample, began = _sample(pid, now_s), self._began
+        sample = sample_of(pid, now_s) if _waits_for_a_thread(pid) else None
+        began = self._began
         if sample is None or began is None or not is_one_wait(began, sample):
             self._began, self._is_native = sample, None
             return 0.0
@@ -68,16 +77,16 @@ class NativeWait:
         return waits_s if self._is_native else 0.0
 
 
-def is_one_wait(began: _Sample, now: _Sample) -> bool:
+def is_one_wait(began: Sample, now: Sample) -> bool:
     """Whether a thread has done so little between two looks that it has only waited.
 
     Nor may the rest of the process have done much.
 
-    >>> is_one_wait(_Sample(0.0, 10**9, 40), _Sample(60.0, 10**9 + 10**7, 340))
+    >>> is_one_wait(Sample(0.0, 10**9, 40), Sample(60.0, 10**9 + 10**7, 340))
     True
-    >>> is_one_wait(_Sample(0.0, 10**9, 40), _Sample(60.0, 10**9 + 10**8, 640))
+    >>> is_one_wait(Sample(0.0, 10**9, 40), Sample(60.0, 10**9 + 10**8, 640))
     False
-    >>> is_one_wait(_Sample(0.0, 10**9, 40, 9.0), _Sample(60.0, 10**9, 40, 69.0))
+    >>> is_one_wait(Sample(0.0, 10**9, 40, 9.0), Sample(60.0, 10**9, 40, 69.0))
     False
     """
     for_s = now.at_s - began.at_s + _EVERY_S
@@ -91,6 +100,8 @@ def is_one_wait(began: _Sample, now: _Sample) -> bool:
 def waits_natively(stack: str, library: str = sysconfig.get_path("stdlib")) -> bool:
     """Whether the innermost frame belongs to the program or a package, not to Python's library.
 
+    Nor may its line take a lock, where that line can be read.
+
     >>> waits_natively('File "/home/me/train.py", line 7 in main', "/usr/lib/python3.11")
     True
     >>> waits_natively('File "/usr/lib/python3.11/threading.py", line 327', "/usr/lib/python3.11")
@@ -100,17 +111,25 @@ def waits_natively(stack: str, library: str = sysconfig.get_path("stdlib")) -> b
     if match is None:
         return False
     is_package = "site-packages" in match[1] or "dist-packages" in match[1]
-    return is_package or not match[1].startswith(library)
+    if not is_package and match[1].startswith(library):
+        return False
+    return _LOCK.search(linecache.getline(match[1], int(match[2]))) is None
 
 
-def _sample(pid: int, now_s: float) -> _Sample | None:
-    """What the main thread has done so far, if it waits for another thread just now."""
-    thread = Path(f"/proc/{pid}/task/{pid}")
+def sample_of(pid: int, now_s: float) -> Sample | None:
+    """What a process has done so far; ``None`` where the system does not say."""
     try:
-        if not (thread / "wchan").read_text().startswith("futex"):
-            return None
-        ran_ns, _, wakes = map(int, (thread / "schedstat").read_text().split())
-        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        schedule = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text()
+        ran_ns, queued_ns, wakes = map(int, schedule.split())
+        # User and system time of its own, and of the children that have ended.
+        ticks = map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])
     except (OSError, ValueError):
         return None
-    return _Sample(now_s, ran_ns, wakes, (int(user) + int(system)) / _TICKS)
+    return Sample(now_s, ran_ns, wakes, sum(ticks) / _TICKS, queued_ns / 1e9)
+
+
+def _waits_for_a_thread(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/task/{pid}/wchan").read_text().startswith("futex")
+    except OSError:
+        return False

@@ -199,9 +199,16 @@ class Hub:
 
     def blame(self, stall: Stall) -> None:
         """Have the launcher of a rank on another host read its stack, and report the failure."""
+        self._send_to_host_of(stall.rank, {"kind": "blame", "stall": asdict(stall)})
+
+    def name(self, rank: int, what: str) -> None:
+        """Have the launcher of a rank on another host say this of it, with its stack."""
+        self._send_to_host_of(rank, {"kind": "name", "rank": rank, "what": what})
+
+    def _send_to_host_of(self, rank: int, message: Mapping[str, Any]) -> None:
         for sender, node in self._nodes.items():
-            if node["first"] <= stall.rank < node["first"] + node["processes"]:
-                self._send(sender, {"kind": "blame", "stall": asdict(stall)})
+            if node["first"] <= rank < node["first"] + node["processes"]:
+                self._send(sender, message)
 
     def all_done(self) -> bool:
         """Whether the ranks of all other hosts have ended."""
@@ -249,6 +256,7 @@ class Spoke:
         self._address, self._goes_on, self._silent_s = address, goes_on, silent_s
         self._rank = rank
         keys = group_keys(address)
+        self._named: list[tuple[int, str]] = []
         self._visit = Visit(f"tcp://{address}", keys, f"the rendezvous {address}", _LINGER_MS)
         self._socket = self._visit.socket
         self._said_s = 0.0
@@ -263,6 +271,7 @@ class Spoke:
     def meet(self, processes: int, wait_s: float) -> Share | None:
         """Wait for the hub to say which ranks this host runs; ``None``: its group has ended."""
         self.blamed, self.is_changing, self._failure, self._why = None, False, None, ""
+        self._named = []
         join: dict[str, Any] = {
             "kind": "join",
             "processes": processes,
@@ -350,6 +359,8 @@ class Spoke:
             self._failure, self._why = _failure_from(message["failure"]), message["why"]
         if message["kind"] == "blame":
             self.blamed = Stall(**message["stall"])
+        if message["kind"] == "name":
+            self._named.append((message["rank"], message["what"]))
         if message["kind"] == "change":
             self.is_changing = True
 
@@ -359,6 +370,14 @@ class Spoke:
 
     def blame(self, stall: Stall) -> None:
         """Never called."""
+
+    def name(self, rank: int, what: str) -> None:
+        """Never called."""
+
+    def named(self) -> list[tuple[int, str]]:
+        """What the hub has said of slow ranks of this host since the last call."""
+        named, self._named = self._named, []
+        return named
 
     def all_done(self) -> bool:
         """A host whose own ranks have ended may leave."""
@@ -420,13 +439,14 @@ def _ip_of(host: str) -> str:
 
 def _seen_as_list(state: Seen, now_s: float) -> list[Any]:
     at = state.progress
-    return [at.section, at.step, state.age_s(now_s), at.pid, state.stopped_s, state.waits_s]
+    unseen = state.stopped_s, state.waits_s, state.idle_s
+    return [at.section, at.step, state.age_s(now_s), at.pid, *unseen]
 
 
 def _seen_from(rank: int, values: list[Any]) -> Seen:
-    section, step, age_s, pid, stopped_s, waits_s = values
+    section, step, age_s, pid, *seconds = values
     since_s = time.monotonic() - age_s
-    return Seen(rank, Progress(section, step, since_s, pid), stopped_s, waits_s)
+    return Seen(rank, Progress(section, step, since_s, pid), *seconds)
 
 
 def _join_from(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from .cluster import DescribedCluster
 from .group_options import GroupOptions
 from .keeper import TaskKeeper
 from .keys import Keys
+from .limits import SCRIPT_S
 from .processes import free_port
 from .remote import Result, Work, attempts, run_part, values_of
 from .settings import TaskSettings
@@ -41,7 +42,8 @@ class RayLauncher:
     of one placement group; ``placement`` is Ray's strategy for it. ``devices`` makes virtual CPU
     devices in each. After a failure the whole group is started again, ``max_restarts`` times at
     most: with ``checkpoint=`` training goes on from there. ``start_s`` is how long Ray may take to
-    find the resources; ``stall_s`` and ``join_s`` are those of ``meshwright launch``.
+    find the resources; ``stall_s``, ``join_s`` and ``script_s`` are those of ``meshwright
+    launch``.
 
     Raises :class:`~meshwright.ClusterError` for invalid values, and where Ray is not installed or
     has no such resources.
@@ -58,6 +60,7 @@ class RayLauncher:
     start_s: float = 300.0
     stall_s: float = 10.0
     join_s: float = 60.0
+    script_s: float = SCRIPT_S
 
     def __post_init__(self) -> None:
         faults = []
@@ -136,6 +139,7 @@ class RayLauncher:
                 devices=self.devices,
                 stall_s=self.stall_s,
                 join_s=self.join_s,
+                script_s=self.script_s,
                 nodes=self.num_processes,
                 rendezvous=meeting if self.num_processes > 1 else "",
             )

@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import ClusterError, DataError, ProcessError
 from ..extras import require
 from .group_options import GroupOptions
+from .limits import SCRIPT_S
 from .processes import free_port
 from .remote import Work, attempts, run_part, values_of
 from .rows import Uneven, agree_on, note_length, spool
@@ -35,8 +36,8 @@ class SparkLauncher:
     ``sc`` is the ``SparkContext``. There are ``num_processes`` tasks, as many as Spark runs at
     once unless given. ``devices`` makes virtual CPU devices in each process. When a task dies,
     Spark ends the whole stage, and it is submitted again, ``max_restarts`` times at most: with
-    ``checkpoint=`` training goes on from there. ``stall_s`` and ``join_s`` are those of
-    ``meshwright launch``.
+    ``checkpoint=`` training goes on from there. ``stall_s``, ``join_s`` and ``script_s``
+    are those of ``meshwright launch``.
 
     Raises :class:`~meshwright.ClusterError` for invalid values, and where Spark is not installed.
 
@@ -54,6 +55,7 @@ class SparkLauncher:
         max_restarts: int = 0,
         stall_s: float = 10.0,
         join_s: float = 60.0,
+        script_s: float = SCRIPT_S,
     ) -> None:
         if (num_processes is not None and num_processes < 1) or max_restarts < 0:
             raise ClusterError(
@@ -65,7 +67,12 @@ class SparkLauncher:
         self._sc, self._count, self._max_restarts = sc, count, max_restarts
         self._check_slots(count)
         self._options = GroupOptions(
-            devices=devices, stall_s=stall_s, join_s=join_s, nodes=count, rendezvous="later:0"
+            devices=devices,
+            stall_s=stall_s,
+            join_s=join_s,
+            script_s=script_s,
+            nodes=count,
+            rendezvous="later:0",
         )
 
     def run(

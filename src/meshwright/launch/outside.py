@@ -22,9 +22,17 @@ def is_stopped(pid: int) -> bool:
 
 def stack_from(path: Path, ask: Callable[[], None]) -> str:
     """The stack that a rank writes to this file when asked; empty if it does not do so soon."""
+    known, before = len(_read(path)), b""
     ask()
-    until_s, text = time.monotonic() + _STACK_S, ""
-    while not text and time.monotonic() < until_s:
+    until_s = time.monotonic() + _STACK_S
+    while time.monotonic() < until_s:
         time.sleep(_LOOK_EVERY_S)
-        text = path.read_text(errors="replace") if path.exists() else ""
-    return main_stack(text)
+        new = _read(path)[known:]
+        if new and new == before:  # it is whole
+            break
+        before = new
+    return main_stack(before.decode(errors="replace"))
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .limits import Limits
+from .limits import OWN, SCRIPT_SETTING, Limits
 from .progress import Progress
 
 WAITING = ("step", "barrier", "save")  # sections in which a rank may wait for another
@@ -22,12 +22,14 @@ class Seen:
     """What a rank was last seen doing, and for how long it has been stopped, if it is.
 
     ``waits_s``: for how long it has waited in native code, in a section where it need not wait.
+    ``idle_s``: for how long it has done next to nothing, in code of the program's own.
     """
 
     rank: int
     progress: Progress
     stopped_s: float = 0.0
     waits_s: float = 0.0
+    idle_s: float = 0.0
 
     def age_s(self, now_s: float) -> float:
         """For how long it has been in its section."""
@@ -57,6 +59,18 @@ class Stall:
     what: str
     for_s: float
     limit_s: float
+    setting: str = ""  # by which the limit is changed
+
+    def text(self, is_stopped: bool) -> str:
+        """The same in words.
+
+        >>> Stall(1, "is stuck in 'input'", 10.52, 10.0).text(is_stopped=False)
+        "is stuck in 'input' (for 10.5 s, and the limit is 10 s)"
+        """
+        cause = "is stopped" if is_stopped else self.what
+        setting = f": {self.setting}" if self.setting else ""
+        limit = f", and the limit is {self.limit_s:.0f} s{setting}" if self.limit_s else ""
+        return f"{cause} (for {self.for_s:.1f} s{limit})"
 
 
 def stalls(ranks: Iterable[Seen], limits: Limits, now_s: float) -> list[Stall]:
@@ -74,8 +88,8 @@ def stalls(ranks: Iterable[Seen], limits: Limits, now_s: float) -> list[Stall]:
     stopped = [s for s in present if s.stopped_s > limits.shortest_s]
     if stopped:
         return [Stall(s.rank, "is stopped", s.stopped_s, limits.shortest_s) for s in stopped]
-    if of_own_loops := _of_own_loops(present, limits, now_s):
-        return of_own_loops
+    if of_own_code := _idle(present, limits, now_s) or _of_own_loops(present, limits, now_s):
+        return of_own_code
     behind = _furthest_behind(present)
     waits = [s for s in present if _waits(s, behind[0].progress.step, limits, now_s)]
     # A long step of all of them, perhaps, or all read: none holds another up.
@@ -98,15 +112,83 @@ def stalls(ranks: Iterable[Seen], limits: Limits, now_s: float) -> list[Stall]:
     ]
 
 
+@dataclass(frozen=True)
+class Held:
+    """Ranks that are in code of the program's own, while all others wait for them."""
+
+    holders: tuple[Seen, ...]
+    waiting: tuple[Seen, ...]
+    for_s: float
+
+    @property
+    def waiters(self) -> str:
+        """Who waits, in words: ``rank 0, 2 waits``."""
+        return f"rank {', '.join(str(s.rank) for s in self.waiting)} waits"
+
+
+def held_up(ranks: Iterable[Seen], limits: Limits, now_s: float) -> Held | None:
+    """The ranks that hold all others up, for as long as they are there and a rank waits.
+
+    A rank that has ended waits, too: JAX lets none go before the last one comes.
+
+    >>> waits, elsewhere = Progress("barrier", 8, 10.0, 1), Progress("script", 8, 0.0, 2)
+    >>> held = held_up([Seen(0, waits), Seen(1, elsewhere)], Limits(), now_s=25.0)
+    >>> [s.rank for s in held.holders], held.waiters, held.for_s
+    ([1], 'rank 0 waits', 15.0)
+    """
+    present = list(ranks)
+    holders = [s for s in present if s.progress.section in OWN and not s.waits_s]
+    if not holders:
+        return None
+    least = min(s.progress.step for s in holders)
+    waits_s = {s: _waits_for_s(s, least, limits, now_s) for s in present if s not in holders}
+    if not waits_s or not all(waits_s.values()):
+        return None
+    for_s = min(max(waits_s.values()), min(s.age_s(now_s) for s in holders))
+    return Held(tuple(holders), tuple(waits_s), for_s)
+
+
+def _waits_for_s(state: Seen, least: int, limits: Limits, now_s: float) -> float:
+    """For how long a rank has waited for those that are in code of their own; 0: it need not."""
+    at = state.progress
+    if at.section == "step" and at.step <= least:
+        return 0.0  # it has begun this step after all others, or with them
+    if at.is_over or _waits(state, least, limits, now_s):
+        return state.age_s(now_s)
+    return state.waits_s
+
+
+def _idle(present: list[Seen], limits: Limits, now_s: float) -> list[Stall]:
+    """Those that do nothing in code of the program's own, while all others wait for them.
+
+    While one of them works, it is only slow, and the rest may wait for it.
+    """
+    held = held_up(present, limits, now_s)
+    if held is None:
+        return []
+    for_s, limit_s = min(held.for_s, *(s.idle_s for s in held.holders)), limits.script_s
+    if for_s <= limit_s:
+        return []
+    return [
+        Stall(s.rank, _nothing_done(s, held.waiters), for_s, limit_s, SCRIPT_SETTING)
+        for s in held.holders
+    ]
+
+
+def _nothing_done(state: Seen, waiters: str) -> str:
+    return f"does nothing in {state.progress.section!r}, and {waiters} for it"
+
+
 def _of_own_loops(present: list[Seen], limits: Limits, now_s: float) -> list[Stall]:
     """Those for which loops wait that enter no section: all that have ended, or are elsewhere.
 
     What a program does of its own, in one rank alone, has the limit of ``script``.
     """
-    waiting = [s for s in present if s.waits_s]
+    own = [s for s in present if s.waits_s and s.progress.section == "script"]
+    waiting = [s for s in own if s.waits_s > limits.unseen_wait_s]
     if not waiting:
         return []
-    rest = [s for s in present if not s.waits_s]
+    rest = [s for s in present if s not in own]
     over = [s for s in rest if s.progress.is_over]
     waits_s, others = max(s.waits_s for s in waiting), ", ".join(str(s.rank) for s in waiting)
     if len(over) == len(rest):
@@ -122,7 +204,7 @@ def _of_own_loops(present: list[Seen], limits: Limits, now_s: float) -> list[Sta
 def _furthest_behind(ranks: list[Seen]) -> list[Seen]:
     step = min(s.progress.step for s in ranks)
     last = [s for s in ranks if s.progress.step == step]
-    return [s for s in last if s.progress.section not in WAITING] or last
+    return [s for s in last if s.progress.section not in WAITING and not s.waits_s] or last
 
 
 def _waits(state: Seen, least: int, limits: Limits, now_s: float) -> bool:

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from . import outside
 from .failure import Failure
+from .holdups import Holdups
+from .idleness import Unseen
 from .join import DUMP, board_path, error_path, stack_path
 from .limits import Limits
 from .logs import LogPump
-from .native_waits import NativeWait
 from .nodes import Hub, Spoke
 from .progress import Progress, read_board
 from .signals import PREEMPTED
@@ -49,10 +50,10 @@ class Watch:
         self._looked_s = time.monotonic()
         now = Progress(since_s=self._looked_s)
         self.states = {rank: Seen(rank, now) for rank in ranks}
-        self._waits = {
-            rank: NativeWait(limits.unseen_wait_s, functools.partial(self._stack_of, rank))
-            for rank in self.states
+        self._unseen = {
+            rank: Unseen(limits, functools.partial(self._stack_of, rank)) for rank in self.states
         }
+        self._holdups = Holdups(limits)
         self._uncounted_s = dict.fromkeys(self.states, 0.0)
         self._others: dict[int, Seen] = {}
 
@@ -73,12 +74,14 @@ class Watch:
                 codes = self.exit_codes()
             return self._first_failure(codes)
         if isinstance(link, Spoke):
+            for rank, what in link.named():
+                self._name(rank, what)
             blamed, link.blamed = link.blamed, None
             return None if blamed is None else self._stalled(blamed)
         ranks = [*self.states.values(), *others]
         stalled = stalls(ranks, self._limits, now_s)
         if not stalled:
-            self._name_straggler(ranks, now_s)
+            self._name_slow(ranks, now_s, link)
             return None
         if stalled[0].rank in self.states or link is None:
             return self._stalled(stalled[0])
@@ -94,12 +97,10 @@ class Watch:
         stopped_s = 0.0
         if not has_ended and outside.is_stopped(pid):
             stopped_s = before.stopped_s + now_s - self._looked_s
-        if progress.section != "script":
-            self._waits[rank].forget()
-            return Seen(rank, progress, stopped_s)
-        if not progress.step:
+        if progress.section == "script" and not progress.step:
             self._uncounted_s[rank] += now_s - self._looked_s
-        return Seen(rank, progress, stopped_s, self._waits[rank].look(progress.pid, now_s))
+        waits_s, idle_s = self._unseen[rank].look(progress, now_s)
+        return Seen(rank, progress, stopped_s, waits_s, idle_s)
 
     def exit_codes(self) -> dict[int, int]:
         """The exit codes of those that have ended, minus the number of a signal."""
@@ -156,25 +157,27 @@ class Watch:
         progress = self.states[stall.rank].progress
         unreachable = self.states[stall.rank].stopped_s or progress.is_over
         stack = "" if unreachable else self._stack_of(stall.rank)
-        limit = f", and the limit is {stall.limit_s:.0f} s" if stall.limit_s else ""
-        cause = "is stopped" if self.states[stall.rank].stopped_s else stall.what
-        what = f"{cause} (for {stall.for_s:.1f} s{limit})"
+        what = stall.text(bool(self.states[stall.rank].stopped_s))
         code = 1
         if progress.is_over:
             code = self.exit_codes().get(stall.rank) or 1
         return self._failure(stall.rank, what, code, stack)
 
-    def _name_straggler(self, ranks: Sequence[Seen], now_s: float) -> None:
-        """Say which rank is slow but alive; it goes on."""
-        straggler = self._stragglers.look(ranks, now_s)
-        if straggler is None:
-            return
-        rank, total = straggler.rank, self._total
+    def _name_slow(self, ranks: Sequence[Seen], now_s: float, link: Hub | Spoke | None) -> None:
+        """Say which ranks the others wait for; they go on."""
+        slow = [self._stragglers.look(ranks, now_s), *self._holdups.look(ranks, now_s)]
+        for one in slow:
+            if one is not None:
+                self._name(one.rank, str(one))
+                if link is not None and one.rank not in self.states:
+                    link.name(one.rank, str(one))  # its own launcher can read its stack
+
+    def _name(self, rank: int, what: str) -> None:
         if rank not in self.states:
-            say(f"rank {rank} of {total} (on another host) {straggler}.")
+            say(f"rank {rank} of {self._total} (on another host) {what}.")
             return
         stack = "" if self.states[rank].stopped_s else self._stack_of(rank)
-        say(dataclasses.replace(self._failure(rank, str(straggler), 0, stack), lines=()).text())
+        say(dataclasses.replace(self._failure(rank, what, 0, stack), lines=()).text())
 
     def _stack_of(self, rank: int) -> str:
         """Where the Python of a rank is; empty if it does not say so soon."""

@@ -1,0 +1,82 @@
+"""What a rank does not report of itself, seen from outside: that it waits, or does nothing.
+
+One that sleeps, or waits for a lock or for input, does nothing; one that is only slow computes,
+reads, or has started another process that does. Only Linux says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .limits import OWN, Limits
+from .native_waits import NativeWait, Sample, is_one_wait, sample_of
+from .progress import Progress
+
+_EVERY_S = 1.0
+
+
+class Idleness:
+    """Follows one process, and all that it has started; :meth:`look` says how long it is idle."""
+
+    def __init__(self) -> None:
+        self._began: Sample | None = None
+        self._looked_s = float("-inf")
+        self._idle_s = 0.0
+
+    def look(self, pid: int, now_s: float) -> float:
+        """For how long the process has done next to nothing; 0 if it does something."""
+        if now_s - self._looked_s >= _EVERY_S:
+            self._looked_s = now_s
+            self._idle_s = self._look(pid, now_s)
+        return self._idle_s
+
+    def forget(self) -> None:
+        """The process is where idleness means nothing."""
+        self._began, self._idle_s = None, 0.0
+
+    def _look(self, pid: int, now_s: float) -> float:
+        sample, began = _of_all(pid, now_s), self._began
+        if sample is None or began is None or not is_one_wait(began, sample):
+            self._began = sample
+            return 0.0
+        return now_s - began.at_s
+
+
+class Unseen:
+    """Follows one rank while it is in code of the program's own."""
+
+    def __init__(self, limits: Limits, stack: Callable[[], str]) -> None:
+        self._waits, self._idleness = NativeWait(limits.native_wait_s, stack), Idleness()
+
+    def look(self, progress: Progress, now_s: float) -> tuple[float, float]:
+        """For how long the rank has waited in native code, and has done next to nothing."""
+        if progress.section not in OWN:
+            self._waits.forget()
+            self._idleness.forget()
+            return 0.0, 0.0
+        waits_s = self._waits.look(progress.pid, now_s)
+        idle_s = self._idleness.look(progress.pid, now_s)
+        return waits_s, min(idle_s, max(0.0, now_s - progress.since_s))
+
+
+def _of_all(pid: int, now_s: float) -> Sample | None:
+    """The main thread's sample, with what all processes have run, or could have, together."""
+    own = sample_of(pid, now_s)
+    if own is None:
+        return None
+    started = (sample_of(child, now_s) for child in _descendants(pid) if child != os.getpid())
+    samples = [own, *(child for child in started if child is not None)]
+    return own._replace(all_ran_s=sum(s.all_ran_s + s.queued_s for s in samples))
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = path.read_text().split()
+        except OSError:  # the thread has ended
+            continue
+        for child in map(int, children):
+            yield child
+            yield from _descendants(child)
