@@ -20,6 +20,7 @@ from meshwright.launch import join
 IMPORTS = ["keras", "optax", "orbax.checkpoint", "meshwright.frontends.keras", "grain"]
 SAME: dict[str, Any] = {
     "activation": "relu",
+    "bends": "relu",  # which of Keras' functions an activation of the same name calls
     "seed": 3,
     "data": 0,
     "processes": 2,
@@ -69,8 +70,13 @@ def train(how: Mapping[str, Any], arrivals_s: list[float]) -> None:
     keras.utils.set_random_seed(how["seed"])
     strategy = mw.Sharded(mw.create_mesh(how["mesh"]), zero=how["zero"])
     arrivals_s.append(time.time())
+
+    def bent(values: Any) -> Any:
+        return getattr(keras.ops, how["bends"])(values)
+
     with strategy.scope():
-        layers = [keras.layers.Dense(how["width"], how["activation"]), keras.layers.Dense(4)]
+        first = keras.layers.Dense(how["width"], how["activation"])
+        layers = [first, keras.layers.Activation(bent), keras.layers.Dense(4)]
         model = keras.Sequential([keras.Input([8]), *layers])
         optimizer = keras.optimizers.SGD(how["learning_rate"])
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))

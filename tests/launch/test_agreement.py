@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from watching import soon_enough
 import meshwright as mw
 from meshwright import AgreementError, ProcessError
 from meshwright.launch.agreement import Attendance, Meeting, Party, differences
+from meshwright.launch.outlines import Outlined
 
 LIMIT_S = 90
 
@@ -96,6 +98,11 @@ def run(folder: Path, *changes: dict[str, Any]) -> list[tuple[str, str, float, f
                 ({"checkpoint": "elsewhere"}, r"checkpoint: none on rank 0"),
                 ({"versions": {"jaxlib": "0.9.0"}}, r"jaxlib: .* on rank 0 .*, 0\.9\.0 on rank 1"),
                 ({"order": [8, 0]}, r"first batch: \(8, 8\) float32 .* on rank 0 .* on rank 1"),
+                (
+                    {"bends": "tanh"},
+                    r"step, first at part \d+ of \d+: \S*agreeing.py:\d+: v\d+:float32\[\d+, 16\] "
+                    r"= custom_jvp.* on rank 0 .*, \S*agreeing.py:\d+: .* = tanh .* on rank 1",
+                ),
                 ({"evaluates": 16}, r"batch size: 8 on rank 0 .*, 16 on rank 1"),
                 ({"rank": 0}, r"two processes have rank 0: host \S+, pid \d+, and host \S+, pid"),
             ]
@@ -222,6 +229,49 @@ def test_the_address_of_a_meeting_can_be_used_once():
     port = f"tcp://127.0.0.1:{free_port()}"
     with contextlib.closing(Meeting(port, 2)), pytest.raises(zmq.ZMQError):
         Meeting(port, 2)
+
+
+def test_the_first_part_of_a_long_text_that_differs_is_named_by_all(address):
+    texts = [[(f"v{n} = add", f"train.py:{n}: v{n} = add") for n in range(5000)] for _ in range(3)]
+    texts[1][4000] = ("v4000 = mul", "train.py:4000: v4000 = mul")
+    texts[2] = texts[2][:4999]  # further on, where they do not matter any more
+    said: list[str] = []
+
+    def attend(rank: int) -> None:
+        with attending(address, rank, pid=1, processes=3) as attendance:
+            try:
+                attendance.agree({"step": Outlined(f"program {rank}", lambda: texts[rank])})
+            except AgreementError as error:
+                said.append(str(error))
+
+    with contextlib.closing(Meeting(address, 3)):
+        threads = [threading.Thread(target=attend, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(said) == 3
+    assert len(set(said)) == 1
+    expected = (
+        r"step, first at part 4001 of 5000: train.py:4000: v4000 = add on rank 0 \(.*\) and 1 "
+        r"more, train.py:4000: v4000 = mul on rank 1"
+    )
+    assert re.search(expected, said[0]), said[0]
+
+
+def test_a_process_that_does_not_say_what_differs_leaves_the_difference_itself(
+    address, monkeypatch
+):
+    monkeypatch.setattr("meshwright.launch.agreement._SEARCH_S", 0.3)
+    with (
+        contextlib.closing(Meeting(address, 2)),
+        attending(address, 0) as one,
+        attending(address, 1) as other,
+    ):
+        one.say({"step": Outlined("program 1", list)})
+        other.say({"step": Outlined("program 2", list)})
+        with pytest.raises(AgreementError, match=r"step: program 1 on rank 0 .* program 2"):
+            one.answer()  # the other says nothing
 
 
 def test_fields_that_few_have_are_compared_among_those_few():

@@ -110,7 +110,7 @@ def _noted(jaxpr: Any, lines: Lines) -> Any:
 
 def _with_number(eqn: Any, lines: Lines) -> Any:
     """The equation under the number of its line, and those inside it under theirs."""
-    line = _line_of(eqn)
+    line = line_of(eqn)
     if _is_of_the_user(eqn):
         eqn = eqn.replace(params={k: _inside(v, lines) for k, v in eqn.params.items()})
     return eqn if line is None else _compat.under_scope(eqn, f"mw_line_{lines.number(line)}_")
@@ -133,11 +133,11 @@ def _is_of_the_user(eqn: Any) -> bool:
     first = next((one for inner in jaxprs_inside(eqn) for one in inner.eqns[:1]), None)
     if not isinstance(name, str) or first is None:
         return False
-    line = _line_of(first)
+    line = line_of(first)
     return line is not None and line.function.rpartition(".")[2] == name
 
 
-def _line_of(eqn: Any) -> SourceLine | None:
+def line_of(eqn: Any) -> SourceLine | None:
     """The innermost line of the user's that an equation was traced under."""
     for file, function, line in _compat.frames_of(eqn):
         if _is_outside(file):

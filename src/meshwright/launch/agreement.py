@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -20,12 +20,14 @@ import msgpack
 from ..errors import AgreementError, MeshwrightError, ProcessError
 from .doors import Entrance, Visit, packed
 from .keys import Keys
+from .outlines import Outline, Outlined, Search, windows
 
 Facts = Mapping[str, str]
 _SHOWN = 12
 _POLL_MS = 200
 _LATER_ROUND_S = 600.0  # reading data may take one rank much longer than another
 _LONGEST_VALUE = 160
+_SEARCH_S = 20.0  # for the next answer of each process about what differs
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Party:
     host: str
     pid: int
     facts: Facts
+    outlined: tuple[str, ...] = ()  # facts that stand for a list of texts
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
@@ -132,6 +135,7 @@ class Meeting:
         self._rounds: dict[int, dict[int, tuple[bytes, Party]]] = {}
         self._began_s: dict[int, float] = {}
         self._error: dict[str, Any] | None = None
+        self._search: _Searching | None = None
         self._closed = False
         try:
             self._entrance.bind(address)
@@ -151,6 +155,8 @@ class Meeting:
             while not self._closed:
                 if self._socket.poll(_POLL_MS):
                     self._hear()
+                if self._search is not None and time.monotonic() > self._search.until_s:
+                    self._end_search()
                 for number, began_s in list(self._began_s.items()):
                     limit_s = self._wait_s if number == 0 else _LATER_ROUND_S
                     if time.monotonic() - began_s > limit_s:
@@ -162,8 +168,12 @@ class Meeting:
         if received is None:
             return
         sender, message = received
-        if _is_attendance(message):
-            party = Party(message["rank"], message["host"], message["pid"], message["facts"])
+        if self._search is not None and _is_answer(message):
+            self._go_on(sender, message)
+        elif _is_attendance(message):
+            outlined = tuple(message.get("outlined", ()))
+            who = message["rank"], message["host"], message["pid"]
+            party = Party(*who, message["facts"], outlined)
             self._take(sender, party, message["round"], message["processes"])
 
     def _take(self, sender: bytes, party: Party, number: int, processes: int) -> None:
@@ -195,13 +205,47 @@ class Meeting:
         parties = [party for _, (_, party) in sorted(self._rounds[number].items())]
         lines = differences(parties)
         if lines:
-            text = disagreement(lines, self._processes)
-            self._refuse(number, {"text": text, "kind": "agreement"})
+            self._search = _search(number, lines, parties)
+            self._ask() if self._search else self._differ(number, lines)
             return
         seed = hash((parties[0].host, parties[0].pid)) % 2**31
         for sender, _ in self._rounds.pop(number).values():
             self._answer(sender, {"seed": seed, **self._tells})
         del self._began_s[number]
+
+    def _differ(self, number: int, lines: Sequence[str]) -> None:
+        text = disagreement(lines, self._processes)
+        self._refuse(number, {"text": text, "kind": "agreement"})
+
+    # Where long texts first differ
+
+    def _ask(self) -> None:
+        assert self._search is not None
+        searching = self._search
+        searching.until_s, searching.answers = time.monotonic() + _SEARCH_S, {}
+        question = {"ask": searching.search.name, "ends": searching.search.asks()}
+        for rank, (sender, _) in self._rounds[searching.number].items():
+            if rank in searching.search.ranks:
+                self._answer(sender, question)
+
+    def _go_on(self, sender: bytes, message: Mapping[str, Any]) -> None:
+        """Take an answer; once all are here, ask the next question, or say what differs."""
+        assert self._search is not None
+        searching = self._search
+        for rank, (of_rank, _) in self._rounds[searching.number].items():
+            if of_rank == sender:
+                searching.answers[rank] = message["answer"]
+        if searching.search.ranks <= searching.answers.keys():
+            searching.search.take(searching.answers)
+            self._ask() if searching.search.shown is None else self._end_search()
+
+    def _end_search(self) -> None:
+        assert self._search is not None
+        searching, self._search = self._search, None
+        parties = [party for _, (_, party) in sorted(self._rounds[searching.number].items())]
+        shown = windows(searching.search.shown or {})
+        more = [f"{searching.search.title}: {_shared_out(shown, parties)}"] if shown else []
+        self._differ(searching.number, [*searching.lines, *more])
 
     def _missing(self, number: int, limit_s: float) -> dict[str, Any]:
         present = [party for _, party in self._rounds[number].values()]
@@ -237,6 +281,8 @@ class Attendance:
         keys: Keys | None = None,
     ) -> None:
         self._address, self._party, self._processes = address, party, processes
+        self._outlined: dict[str, Outlined] = {}
+        self._outlines: dict[str, Outline] = {}
         self._wait_s, self._round = wait_s, 0
         self._visit = Visit(address, keys, f"rank 0 at {address}", linger_ms=0)
         self._socket = self._visit.socket
@@ -265,10 +311,23 @@ class Attendance:
             "facts": dict(facts),
         }
         self._round += 1
-        self._socket.send(packed(message))
+        self._outlined = {n: fact for n, fact in facts.items() if isinstance(fact, Outlined)}
+        self._outlines = {}
+        self._socket.send(packed({**message, "outlined": list(self._outlined)}))
 
     def answer(self) -> dict[str, Any]:
         """The second half of :meth:`agree`."""
+        while "ask" in (answer := self._received()):
+            name = answer["ask"]
+            if name not in self._outlines:
+                self._outlines[name] = Outline(self._outlined[name].texts())
+            self._socket.send(packed({"answer": self._outlines[name].answer(answer["ends"])}))
+        self._outlined = {}
+        if "text" in answer:
+            raise _error(answer)
+        return answer
+
+    def _received(self) -> dict[str, Any]:
         wait_s = self._wait_s if self._round == 1 else _LATER_ROUND_S
         until_s = time.monotonic() + wait_s + 2.0  # the ranks that wait there give up earlier
         while not self._socket.poll(_POLL_MS):
@@ -280,10 +339,7 @@ class Attendance:
                     "that port.",
                     rank=0,
                 )
-        answer = msgpack.unpackb(self._socket.recv())
-        if "text" in answer:
-            raise _error(answer)
-        return answer
+        return msgpack.unpackb(self._socket.recv())
 
 
 def _is_attendance(message: Mapping[str, Any]) -> bool:
@@ -295,6 +351,33 @@ def _is_attendance(message: Mapping[str, Any]) -> bool:
         and isinstance(facts, dict)
         and all(isinstance(text, str) for text in facts.values())
     )
+
+
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    """Whether a message answers a question about what differs."""
+    answer = message.get("answer")
+    return isinstance(answer, list) and all(isinstance(text, str) for text in answer)
+
+
+@dataclass
+class _Searching:
+    """A search, the round that it is for, and what is known to differ there."""
+
+    search: Search
+    number: int
+    lines: Sequence[str]
+    until_s: float = 0.0
+    answers: dict[int, list[str]] = field(default_factory=dict)
+
+
+def _search(number: int, lines: Sequence[str], parties: Sequence[Party]) -> _Searching | None:
+    """The search in the first fact that differs and has an outline in all that have the fact."""
+    for name in dict.fromkeys(name for party in parties for name in party.outlined):
+        having = [party for party in parties if name in party.facts]
+        is_outlined = all(name in party.outlined for party in having)
+        if is_outlined and len({party.facts[name] for party in having}) > 1:
+            return _Searching(Search(name, {party.rank for party in having}), number, lines)
+    return None
 
 
 def _error(answer: dict[str, Any]) -> MeshwrightError:

@@ -15,6 +15,8 @@ import numpy as np
 
 from ..checkpoint.randomness import read_randomness
 from ..data.fingerprint import fingerprint
+from ..jaxprs.listing import listed
+from ..launch.outlines import Outlined
 from ..program import TrainState
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -46,7 +48,22 @@ def step_facts(step: Any, state: TrainState, batch: Any) -> dict[str, str]:
     if not hasattr(step, "trace"):
         return {}
     text = _ADDRESS.sub("", str(step.trace(state, batch).jaxpr))
-    return {"step": f"program {zlib.crc32(text.encode()):08x} of {text.count(chr(10))} lines"}
+    fact = f"program {zlib.crc32(text.encode()):08x} of {text.count(chr(10))} lines"
+
+    def texts() -> list[tuple[str, str]]:
+        return [
+            (each.text, str(each)) for each in listed(_innermost(step).trace(state, batch).jaxpr)
+        ]
+
+    return {"step": Outlined(fact, texts)}
+
+
+def _innermost(step: Any) -> Any:
+    """The function that was compiled within others: JAX keeps lines of the source in its trace,
+    and not where its equations become those of another program."""
+    while hasattr(getattr(step, "__wrapped__", None), "trace"):
+        step = step.__wrapped__
+    return step
 
 
 def seed_facts(more: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,88 @@
+"""A traced program as a list of texts, one for each equation, that other processes can compare."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from .edits import jaxprs_inside
+from .lines import line_of
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+class Listed(NamedTuple):
+    """An equation, and the line of the user's code that it comes from, or the scope."""
+
+    text: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.text}" if self.source else self.text
+
+
+def listed(closed: Any) -> list[Listed]:
+    """Every equation, each followed by those inside it; variables have numbers in that order.
+
+    >>> import jax
+    >>> traced = jax.make_jaxpr(lambda x: jax.jit(lambda y: y * 2.0)(x) + x)(1.0)
+    >>> for each in listed(traced):
+    ...     print(each.text.partition("  [")[0])
+    v1:float32[] = jit v0
+    v3:float32[] = mul v2 2.0
+    v4:float32[] = add v1 v0
+    """
+    return list(_Listing().of(closed))
+
+
+class _Listing:
+    """The numbers that were given, and the jaxprs that were listed."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._known: dict[int, int] = {}  # a jaxpr that is called again is listed once
+        self._kept: list[Any] = []
+
+    def of(self, jaxpr: Any) -> Iterator[Listed]:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        self._known[id(jaxpr)] = len(self._known)
+        self._kept.append(jaxpr)  # so that no other one has its address
+        for var in (*jaxpr.constvars, *jaxpr.invars):
+            self._name(var)
+        for eqn in jaxpr.eqns:
+            inner = [getattr(one, "jaxpr", one) for one in jaxprs_inside(eqn)]
+            new = [one for one in inner if id(one) not in self._known]
+            source = line_of(eqn) or eqn.source_info.name_stack
+            yield Listed(self._text(eqn, inner), str(source))
+            for one in new:
+                if id(one) not in self._known:
+                    yield from self.of(one)
+
+    def _text(self, eqn: Any, inner: list[Any]) -> str:
+        read = " ".join(self._name(atom) for atom in eqn.invars)
+        made = " ".join(
+            f"{self._name(var)}:{var.aval.dtype}{list(var.aval.shape)}"
+            if hasattr(var.aval, "dtype")
+            else f"{self._name(var)}:{var.aval}"
+            for var in eqn.outvars
+        )
+        options = [f"{k}={v}" for k, v in sorted(eqn.params.items()) if _is_value(v)]
+        options += [f"program {self._known[id(one)]}" for one in inner if id(one) in self._known]
+        text = f"{made} = {eqn.primitive.name} {read}"
+        text = f"{text}  [{', '.join(options)}]" if options else text
+        return _ADDRESS.sub("", text).replace("\n", " ")
+
+    def _name(self, atom: Any) -> str:
+        if hasattr(atom, "val"):  # a literal
+            return str(atom.val)
+        return f"v{self._numbers.setdefault(atom, len(self._numbers))}"
+
+
+def _is_value(parameter: Any) -> bool:
+    """Whether it is not a function, traced or not: JAX shows only the name of one."""
+    several = parameter if isinstance(parameter, tuple | list) else (parameter,)
+    return not any(
+        hasattr(one, "eqns") or hasattr(one, "jaxpr") or callable(one) or hasattr(one, "in_type")
+        for one in several
+    )
