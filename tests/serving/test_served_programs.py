@@ -103,18 +103,24 @@ def test_values_have_one_place(tmp_path: Any) -> None:
         mw.Server(tmp_path / "m.keras", params=init())
 
 
-def test_float32_parameters_are_kept_in_bfloat16_and_answers_are_in_their_own_type(
-    tmp_path: Any,
+@pytest.mark.parametrize(
+    ("precision", "per_device", "near"),
+    [
+        ("bfloat16", 2 * (4 * 8 + 8 + 8 * 2) // 4, 0.02),
+        ("int8", (4 * 8 + 8 * 2 + 4 * 8 + 4 * 8) // 4 + 4 * 2, 0.05),  # the last scales are whole
+    ],
+)
+def test_parameters_are_kept_in_fewer_bits_and_answers_are_in_their_own_type(
+    precision: Any, per_device: int, near: float, tmp_path: Any
 ) -> None:
     params = {path: np.asarray(value) for path, value in init().items()}
     with mw.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, mw.TrainState(params, {}, {}, {}))
     how = {"example": X, "buckets": [8], "sample": {"input": X}, "checkpoint": tmp_path}
-    with mw.Server(program(), on(model=4), precision="bfloat16", **how) as server:
+    with mw.Server(program(), on(model=4), precision=precision, **how) as server:
         served = server.model("mlp")
         answer = server.answer({"input": X}).outputs["output"]
         (difference,) = served.differences
-        per_device = 2 * (4 * 8 + 8 + 8 * 2) // 4
         assert set(served.status().bytes_by_device.values()) == {per_device}
         with mw.Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(2, mw.TrainState({**params, "w2": 2 * params["w2"]}, {}, {}, {}))
@@ -122,12 +128,45 @@ def test_float32_parameters_are_kept_in_bfloat16_and_answers_are_in_their_own_ty
         double = server.answer({"input": X}).outputs["output"]
     expected = np.asarray(forward(params, X))
     largest = np.abs(answer - expected).max()
-    assert (answer.dtype, 0 < largest < 0.02 * np.abs(expected).max()) == ("float32", True)
+    assert (answer.dtype, 0 < largest < near * np.abs(expected).max()) == ("float32", True)
     assert difference.largest == pytest.approx(largest, rel=1e-2)
     np.testing.assert_allclose(double, 2 * answer, rtol=1e-5)
     abstract = mw.Placement.of(mw.Mesh({"model": 4}), LAYOUTS, batch=None)
     options = {"target": "h100:4", "rows": [8], "compile": False, "strategy": abstract}
-    report = mw.dry_serve(program(), X, precision="bfloat16", **options)
+    report = mw.dry_serve(program(), X, precision=precision, **options)
     assert report.weight_bytes == per_device
-    with pytest.raises(mw.ModelError, match="'mlp' is a Program or a function"):
-        mw.Server(program(), precision="int8", example=X, params=params)
+
+
+def test_a_loop_over_matrices_of_eight_bits_makes_those_of_one_turn() -> None:
+    @jax.jit
+    def deep(params: Any, x: Any) -> Any:
+        def turn(h: Any, w: Any) -> Any:
+            return jnp.tanh(h @ w) @ params["mix"], None
+
+        return jax.lax.scan(turn, x, params["w"])[0]
+
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=[3, 4, 4]), "mix": rng.normal(size=[4, 4])}
+    params = {path: value.astype("float32") for path, value in params.items()}
+    with mw.Server(deep, params=params, example=X, precision="int8", buckets=[8]) as server:
+        served = server.model("deep")
+        answer = server.answer({"input": X}).outputs["output"]
+        text = str(jax.make_jaxpr(served.source.steps.predict_step)(
+            served.forward.state.params, {}, jax.ShapeDtypeStruct((8, 4), "float32")
+        ))  # fmt: skip
+        status = served.status()
+        served.update({path: 2 * value for path, value in params.items()})
+        assert {weight.dtype for weight in status.weights} == {"int8", "float32"}
+        assert {weight.dtype for weight in served.status().weights} == {"int8", "float32"}
+    assert "i8[3,4,4]" in text
+    assert "f32[3,4,4]" not in text
+    expected = np.asarray(deep(params, X))
+    np.testing.assert_allclose(answer, expected, atol=0.05 * np.abs(expected).max())
+
+
+def test_eight_bits_take_a_matrix() -> None:
+    with pytest.raises(
+        mw.ModelError, match=r"precision='int8' quantizes .*and '<lambda>' has none"
+    ):
+        mw.Server(lambda p, x: x * p["b"], params={"b": np.ones(4, "float32")}, example=X,
+                  precision="int8")  # fmt: skip

@@ -28,7 +28,7 @@ class Forwards:
     """The forward pass of a Keras model or a Program, for batches of inputs like ``inputs``.
 
     ``precision`` is that which the model is served in, its own where it is ``None``.
-    Raises :class:`~meshwright.ModelError` for a Program in eight bits.
+    Raises :class:`~meshwright.ModelError` for a Program without a matrix in eight bits.
     """
 
     model: Any

@@ -9,15 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import ModelError
 from ..program import Arrays, Batch, Program, shapes_of
+from .eight_bits import in_eight_bits
 
 
 def in_precision(program: Program, dtype: str) -> Program:
     """The program with its float32 parameters in another type, and outputs in their own.
 
-    The functions of the program compute in whatever they make of these parameters. Raises
-    :class:`~meshwright.ModelError` for ``"int8"``, which is a matter of layers.
+    The functions of the program compute in whatever they make of these parameters. ``"int8"`` is
+    that of :func:`~meshwright.frontends.eight_bits.in_eight_bits`.
 
     >>> import numpy as np, optax, meshwright as mw
     >>> params = {"w": np.ones([2, 2], "float32"), "ids": np.ones([2], "int32")}
@@ -26,10 +26,7 @@ def in_precision(program: Program, dtype: str) -> Program:
     ['int32', 'bfloat16']
     """
     if dtype == "int8":
-        raise ModelError(
-            f"precision='int8' is by Keras' quantization, and {program.name!r} is a Program or a "
-            "function. Use precision='bfloat16'."
-        )
+        return in_eight_bits(program)
     kept = {info.path: info for info in program.params if info.dtype == "float32"}
     itemsize = jnp.dtype(dtype).itemsize
     params = tuple(

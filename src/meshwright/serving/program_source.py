@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError
+from ..frontends.eight_bits import quantized
 from ..frontends.given import given_values
 from ..frontends.inputs import inputs_like
 from ..frontends.precision import in_precision
@@ -38,6 +39,9 @@ def source_of_program(
             "and dtypes are those of requests. A function that builds it, as on the command line, "
             "returns (program, batch): of a batch (x, y) the example is x."
         )
+    if precision == "int8":
+        floats = source_of_program(program, placement, example, None, params)
+        return _eight_bits(floats, program, placement)
     from ..layouts.strict import inspect
 
     inspect(placement.naming(program.inputs), program.infos, repr(program.name))
@@ -60,6 +64,23 @@ def source_of_program(
         given=given,
         is_untrained=params is None,
     )
+
+
+def _eight_bits(floats: Source, program: Program, placement: Placement) -> Source:
+    """The same forward pass, whose values are quantized where they lie each time it gets some."""
+    import jax
+
+    narrow = replace(in_precision(program, "int8"), slots=(), metrics=())
+    steps = assemble(narrow, replace(placement, strict=False))
+    source = replace(floats, steps=steps, floats=floats, saved_dtypes={})
+    shardings = {path: shape.sharding for path, shape in source.shapes.params.items()}
+    quantize = jax.jit(functools.partial(quantized, program), out_shardings=shardings)
+
+    def convert(state: TrainState) -> TrainState:
+        own = floats.steps.storing.restore(state)
+        return jax.block_until_ready(steps.storing.store(own._replace(params=quantize(own.params))))
+
+    return replace(source, convert=convert)
 
 
 def _beginning(program: Program, placement: Placement, like: TrainState) -> TrainState:

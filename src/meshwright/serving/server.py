@@ -51,8 +51,9 @@ class Server:
     ``wait_s``, ``queue_rows``, ``timeout_s``, ``finite``, ``precision``, ``follow_s``,
     ``in_flight``.
 
-    With ``precision`` ("bfloat16", "float16", or "int8" by Keras' quantization) parameters take
-    fewer bits; ``sample``, inputs by name, is then answered in both types, and the ``differences``
+    With ``precision`` ("bfloat16", "float16", or "int8": of Keras models by their quantization, of
+    others their matrices, with a scale for each index of the last dim) parameters take fewer bits;
+    ``sample``, inputs by name, is then answered in both types, and the ``differences``
     of the loaded model say how far the answers are apart.
 
     Rows of several requests are computed together where the traced model leaves them alone.

@@ -113,7 +113,7 @@ class Source:
             states: Any = tuple(pair and pair[0] for pair in pairs)
             return states, Moved(sum(m.nbytes for m in moved), sum(m.seconds for m in moved))
         if self.floats is not None and self.convert is not None:
-            state, moved = self.floats.in_memory()
+            state, moved = self.floats.in_memory(params)
             with turn_of_several(self.mesh):
                 return self.convert(state), moved
         if self.tables is not None and self.live is None:
