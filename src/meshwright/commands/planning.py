@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ..frontends.plans import Plan
     from ..planning.beside import Comparison
     from ..planning.dry_run import DryRun
+    from ..planning.search.request import Objective
     from ..planning.serving import ServingReport
     from ..serving.options import Precision
     from ..targets.hardware import Hardware
@@ -217,7 +218,7 @@ class _Progress:
 
 def objective_of(
     objective: str, rows: Sequence[int] | None, precisions: Sequence[str], batch_size: int | None
-) -> Any:
+) -> Objective | Aim | ServingGoal:
     """What :func:`meshwright.plan` takes as its objective.
 
     Raises :class:`~meshwright.PlanError` for options of the other kind of plans.
@@ -231,7 +232,7 @@ def objective_of(
         raise PlanError(
             f"{' and '.join(wrong)} need a plan for serving: --objective latency or throughput."
         )
-    return objective
+    return cast("Objective", objective)
 
 
 def choose(
@@ -239,7 +240,7 @@ def choose(
     target: Target,
     mesh: Mesh | None,
     batch_size: int | None,
-    objective: Callable[[], Any],
+    objective: Callable[[], Objective | Aim | ServingGoal],
     hardware: Hardware | str | None = None,
     **how: Any,
 ) -> Plan:
@@ -252,7 +253,8 @@ def choose(
 
     if not _compat.jax_is_running():
         virtual_devices(1)
-    faults, goal, batch, case = Faults(), None, None, None
+    faults, batch, case = Faults(), None, None
+    goal: Objective | Aim | ServingGoal = "time"
     with faults:
         goal = objective()
     with faults:
