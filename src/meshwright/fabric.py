@@ -338,7 +338,8 @@ def notes_on(peers: Sequence[Peer], error_s: float) -> tuple[str, ...]:
     if far:
         listed = ", ".join(f"rank {p.rank} (host {p.host}) by {p.clock_s:+.1f} s" for p in far)
         notes.append(
-            f"clocks differ: {listed}. Timestamps of logs and files do, too; run NTP on the hosts."
+            f"clocks differ: {listed}. Times in logs and of files do, too, and storage that checks "
+            "the time may refuse requests; training does not depend on it. Run NTP on the hosts."
         )
     for name in ("Python", *_PACKAGES):
         held = [(p.python if name == "Python" else p.packages[name], p) for p in peers]

@@ -23,7 +23,7 @@ from watching import soon_enough
 
 import meshwright as mw
 from meshwright import AgreementError, ProcessError
-from meshwright.launch.agreement import Attendance, Meeting, Party, differences
+from meshwright.launch.agreement import Attendance, Meeting, Party, clock_note, differences
 from meshwright.launch.outlines import Outlined
 
 LIMIT_S = 90
@@ -202,6 +202,14 @@ def test_one_that_never_comes_is_named_after_the_time_that_was_asked(address):
                 attendance.answer()
             assert e.value.rank == 1
         assert 0.5 <= time.monotonic() - began_s < 3
+
+
+def test_all_learn_what_the_clock_of_rank_0_says(address):
+    with contextlib.closing(Meeting(address, 1)), attending(address, 0, processes=1) as only:
+        assert abs(only.agree({})["clock_s"] - time.time()) < 60
+    note = clock_note(Party(1, "n02", 7, {}), 3600.4)
+    assert note.startswith("the clock of rank 1 (host n02, pid 7) is 3600 s ahead of that of rank")
+    assert not clock_note(Party(1, "n02", 7, {}), -4.0)
 
 
 def test_two_processes_with_one_rank_are_named(address):

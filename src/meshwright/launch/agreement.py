@@ -27,6 +27,7 @@ _SHOWN = 12
 _POLL_MS = 200
 _LATER_ROUND_S = 600.0  # reading data may take one rank much longer than another
 _LONGEST_VALUE = 160
+_APART_S = 5.0  # of clocks; an answer may be on its way for a part of it
 _SEARCH_S = 20.0  # for the next answer of each process about what differs
 
 
@@ -110,6 +111,25 @@ def disagreement(lines: Sequence[str], processes: int) -> str:
         + "\n  ".join(lines_shown)
         + "\nAll of them must run the same program on the same data with the same options "
         "(--no-agree, or MESHWRIGHT_AGREE=0, leaves this check out)."
+    )
+
+
+def clock_note(party: Party, ahead_s: float) -> str:
+    """What to say of a clock that is this far ahead of rank 0's; nothing within a few seconds.
+
+    >>> party = Party(3, "n02", 18, {})
+    >>> clock_note(party, 1.5)
+    ''
+    >>> print(clock_note(party, -90.0).partition(". ")[0])
+    the clock of rank 3 (host n02, pid 18) is 90 s behind that of rank 0
+    """
+    if abs(ahead_s) < _APART_S:
+        return ""
+    where = "ahead of" if ahead_s > 0 else "behind"
+    return (
+        f"the clock of {party} is {abs(ahead_s):.0f} s {where} that of rank 0. Training goes on: "
+        "no limit, deadline or checkpoint depends on it. Times in logs and of files do, and "
+        "storage that checks the time may refuse requests. Set the clocks of the hosts by NTP."
     )
 
 
@@ -210,7 +230,7 @@ class Meeting:
             return
         seed = hash((parties[0].host, parties[0].pid)) % 2**31
         for sender, _ in self._rounds.pop(number).values():
-            self._answer(sender, {"seed": seed, **self._tells})
+            self._answer(sender, {"seed": seed, "clock_s": time.time(), **self._tells})
         del self._began_s[number]
 
     def _differ(self, number: int, lines: Sequence[str]) -> None:

@@ -93,6 +93,7 @@ class Companion:
         self._own = Seen(charge.rank, Progress(pid=charge.pid))
         self._looked_s = self._resumed_s = time.monotonic()
         self._died_s: float | None = None
+        self._raised_s: float | None = None
         self._unseen = Unseen(self._limits, self._stack)
 
     def watch(self) -> Failure | None:
@@ -134,7 +135,9 @@ class Companion:
 
     def _own_failure(self, is_there: bool) -> Failure | None:
         path = join.error_path(self._folder, self._charge.rank)
-        if path.exists() and time.time() - path.stat().st_mtime > _SETTLE_S:
+        if path.exists():
+            self._raised_s = self._raised_s or time.monotonic()  # of files the clock may differ
+        if self._raised_s is not None and time.monotonic() - self._raised_s > _SETTLE_S:
             return self._failure("raised an exception", path.read_text(), "failed")
         if not is_there and not self._own.progress.is_over and self._has_settled():
             return self._failure("was killed, or crashed in native code,")

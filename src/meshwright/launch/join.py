@@ -154,7 +154,7 @@ def _meet(member: Membership, wait_s: float, agree: bool, watch: bool) -> None:
     import numpy as np
     import zmq
 
-    from .agreement import Attendance, Meeting, Party
+    from .agreement import Attendance, Meeting, Party, clock_note
     from .doors import group_keys
 
     address = os.environ.pop(MEETING, "")
@@ -183,6 +183,8 @@ def _meet(member: Membership, wait_s: float, agree: bool, watch: bool) -> None:
         if is_taken:
             raise _port_is_taken(member, port + 1) from error
         raise
+    if note := clock_note(party, time.time() - answer["clock_s"]):
+        print(f"meshwright: {note}", file=sys.stderr, flush=True)
     if agree:
         random.seed(answer["seed"])
         np.random.seed(answer["seed"])

@@ -419,10 +419,12 @@ def current_strategy() -> ParameterServer | None:
 
 def _begin(servers: Servers, queue: StepQueue) -> None:
     """What an earlier coordinator began is over: its steps and rounds change nothing any more."""
+    stats = [answer.head for answer in servers.ask_all(Message("stats"))]
+    queue.begin_steps(max(of_server["first_free_step"] for of_server in stats))
     servers.push([], Stamp(done_below=queue.done_below), everywhere=True)
     if isinstance(queue.consistency, Async | Stale):
         return
-    rounds = [answer.head["rounds"] for answer in servers.ask_all(Message("stats"))]
+    rounds = [of_server["rounds"] for of_server in stats]
     for server, first in enumerate(rounds):
         for number in range(first, max(rounds) + 1):
             servers.ask(server, Message("round", {"round": number, "of": 0}))

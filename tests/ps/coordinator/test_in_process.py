@@ -46,6 +46,22 @@ def test_the_classic_sample_with_one_shared_iterator(strategy, coordinator):
     add_up(coordinator, total, numbers)
 
 
+def test_a_coordinator_whose_clock_is_behind_that_of_the_one_before_loses_no_step(
+    strategy, coordinator, monkeypatch
+):
+    total = strategy.variable(0.0)
+    coordinator.schedule(total.assign_add, args=(1.0,))
+    coordinator.join()
+    an_hour_ago = time.time_ns() - 3_600_000_000_000
+    monkeypatch.setattr("meshwright.ps.coordinator.dispatcher.time.time_ns", lambda: an_hour_ago)
+    coordinator._dispatcher.stop(stop_workers=False)
+    strategy.coordinator_made = None
+    other = ClusterCoordinator(strategy)
+    other.schedule(total.assign_add, args=(2.0,))
+    other.join()
+    assert total.read() == 3.0
+
+
 def test_the_worker_of_this_process_is_not_declared_dead_while_it_has_nothing_to_do():
     with ParameterServer(heartbeat_s=0.05, dead_after_s=0.2) as cluster:
         coordinator = ClusterCoordinator(cluster)

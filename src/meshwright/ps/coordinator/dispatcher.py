@@ -56,7 +56,7 @@ class Dispatcher:
         self.settings = settings
         self.packer = packer
         self.changed = threading.Condition(threading.RLock())
-        first = time.time_ns() // 1_000_000 << 20  # above every id of an earlier coordinator
+        first = time.time_ns() // 1_000_000 << 20  # above those of earlier ones, mostly
         self.queue = StepQueue(first, settings.consistency, settings.num_workers)
         self.session = f"{os.getpid()}-{first}"
         self.workers: dict[str, Worker] = {}

@@ -96,6 +96,20 @@ class StepQueue:
         self._queued.append(step)
         return step
 
+    def begin_steps(self, first: int) -> None:
+        """Continue after steps that the servers have applied: ``first`` is one above them all.
+
+        Ids go by the clock, and the one of this host may be behind that of an earlier coordinator.
+
+        >>> queue = StepQueue(first=5)
+        >>> queue.begin_steps(3)
+        >>> queue.begin_steps(9)
+        >>> queue.next_number, queue.done_below
+        (9, 9)
+        """
+        if first > self._next:
+            self._next = self.done_below = first
+
     def begin_rounds(self, first: int) -> None:
         """Continue after rounds that the servers have applied: ``first`` is the next one."""
         self._round = first - 1

@@ -31,6 +31,15 @@ class AppliedSteps:
         return len(self._versions)
 
     @property
+    def first_free(self) -> int:
+        """An id above that of every step that counts as applied.
+
+        >>> AppliedSteps(below=7, versions={9: 1}).first_free
+        10
+        """
+        return max(self.below, 1 + max(self._versions, default=-1))
+
+    @property
     def versions(self) -> dict[int, int]:
         """The ids that are kept, with their versions; a copy."""
         return dict(self._versions)

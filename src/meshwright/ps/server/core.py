@@ -275,6 +275,7 @@ class ServerCore:
             "slot_bytes": state.store.slot_bytes,
             "rounds": state.rounds.applied,
             "kept_steps": len(state.applied),
+            "first_free_step": state.applied.first_free,
             "snapshot": state.snapshot_head(),
             "save_fault": state.save_fault,
         }
