@@ -354,6 +354,12 @@ class Functions:
         traced = self.blocks.traced
         return [traced.loss, *traced.metrics.values(), *traced.logs.values()]
 
+    @property
+    def loss_equations(self) -> list[Any]:
+        """The equations that make the loss of what the last block makes."""
+        numbers = self._slice([self.blocks.traced.loss], self.leaves)
+        return [self._jaxpr.eqns[number] for number in numbers]
+
     @functools.cached_property
     def metric_inputs(self) -> tuple[Var, ...]:
         """What metrics and logs need of a micro-batch, whatever came before it."""

@@ -20,7 +20,7 @@ from .faults import check_stages
 from .line import Line
 from .lookups import with_whole_lookups
 from .loops import without_loops
-from .notes import notes_of
+from .notes import LossNote, note_of_loss, notes_of
 from .packing import Packing
 from .parts import Blocks
 from .pipeline import Pipeline
@@ -69,6 +69,7 @@ class Staged:
     layers: tuple[LayerStages, ...] = ()
     of_cut: tuple[str, ...] = ()  # what to know of how it was cut
     may_share_loss: bool = False  # all stages may compute what comes after the blocks
+    of_loss: LossNote | None = None
 
     @classmethod
     def of(
@@ -120,6 +121,7 @@ class Staged:
             layers=layers,
             of_cut=notes,
             may_share_loss=may_share,
+            of_loss=_of_loss(cut[0] if isinstance(cut, tuple) else cut, count, program),
         )
 
     @property
@@ -147,8 +149,9 @@ class Staged:
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
         """What was done in another way than it might have been, and why."""
+        notes = self.of_cut if self.of_loss is None else (*self.of_cut, self.of_loss.text)
         if not isinstance(self.dealt, Deal) or self.placement.rules is not None:
-            return self.of_cut
+            return notes
         micro = _micro(self.whole.example, self.pipeline.micro_batches)
 
         def sums_often() -> bool:
@@ -159,12 +162,12 @@ class Staged:
 
         pieces = self.placement.batch_shards
         if pieces == 1 or leaves_of(micro)[0][0].shape[0] % pieces:
-            return self.of_cut
+            return notes
         if not self.whole.under(self.placement, sums_often, whole=True)():
-            return self.of_cut
+            return notes
         axes = ", ".join(self.placement.batch_axes)
         return (
-            *self.of_cut,
+            *notes,
             f"gradients of the blocks are summed over {axes} for every micro-batch, not once a "
             "step: rows do not go through a block each by itself, as where it draws random numbers",
         )
@@ -216,6 +219,8 @@ class Staged:
         Raises :class:`BatchError` for a batch that does not divide into micro-batches.
         """
         micros = self._micros(batch)
+        if self.of_loss is not None and self.of_loss.is_sum:
+            warn(f"{self.of_loss.text}.")
         shapes, tree = abstract_of(self.whole), leaves_of(batch)[1]
         micro = tree.unflatten([shape_of(leaf.shape[1:], leaf.dtype) for leaf in micros])
         pipeline, placement = self.pipeline, self.placement
@@ -381,6 +386,19 @@ def _better(
     except PipelineError:
         return None
     return segments if max(segments.flops) < enough else None
+
+
+def _of_loss(cut: Blocks | Segments, count: int, program: Program) -> LossNote | None:
+    """A note on a loss that is not the mean of its micro-batches'; none beside statistics that are
+    a micro-batch's, of which there is one."""
+    if isinstance(cut, Segments):
+        traced, begins = cut.traced, list[Any]()
+        eqns = [] if cut.line.statistics else traced.closed.jaxpr.eqns
+    else:
+        traced, begins = cut.traced, list(cut.functions.leaves)
+        eqns = cut.functions.loss_equations
+    of_batch = [var for var, (part, _) in traced.arguments.items() if part == "batch"]
+    return note_of_loss(eqns, [*begins, *of_batch], traced.loss, count, program.reduction)
 
 
 def _segments(
