@@ -1,7 +1,7 @@
 """What a value is of the rows of a batch: a sum over them, or something in which they meet.
 
-Equations are followed from the rows on. Of what is not certain nothing is said. A mean over rows is
-a sum of them that is divided by a number, as any other sum may be.
+Equations are followed from the rows on, and an answer is given only where it is certain. A mean is
+a sum of rows that is divided by a number, as any other sum may be.
 """
 
 from __future__ import annotations
