@@ -20,7 +20,7 @@ _CONNECT_S = 5.0
 class Relay:
     """Listens on loopback, and passes bytes on to ``target``, ``host:port``, and back.
 
-    ``lost`` is a file that is made when the target ends a connection. ``listener`` is a socket that
+    ``lost_file`` is made when the target ends a connection. ``listener`` is a socket that
     listens already.
     """
 

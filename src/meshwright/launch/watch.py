@@ -33,7 +33,7 @@ _SETTLE_S = 0.3  # for a death by signal to be seen beside the errors that it ca
 
 
 class Watch:
-    """Reads what every rank of this host writes, and judges it; ``seen`` is what it saw last."""
+    """Reads what every rank of this host writes, and judges it; ``states`` are what it saw last."""
 
     def __init__(
         self,

@@ -34,8 +34,8 @@ Do = Callable[[Word, list[np.ndarray], Hear], None]  # with what answers rank 0
 
 
 class Followers:
-    """The other processes, as rank 0 sees them; ``lost`` is called once when one is missing, and
-    ``heard`` with what they answer."""
+    """The other processes, as rank 0 sees them; ``lose`` is called once when one is missing, and
+    ``hear`` with what they answer."""
 
     def __init__(self, lose: Callable[[NotReadyError], None], hear: Hear) -> None:
         import jax

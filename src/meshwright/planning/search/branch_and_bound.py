@@ -59,8 +59,8 @@ def search(
     """The best layouts of a step on a target, at most one per mesh and set of choices.
 
     Nothing that is left out is better than the first by more than 1 %, under the model of
-    :func:`cost`, unless ``is_proven`` is false: then the seconds ran out. None of those that are
-    ``known`` beforehand and fit is better than the first, however few the seconds. Raises
+    :func:`cost`, unless ``is_proven`` is false: then the seconds ran out. None of the
+    ``candidates`` that fit is better than the first, however few the seconds. Raises
     :class:`~meshwright.TargetError` where the hardware's constants do not tell times.
     """
     request = Request(graph, target, hardware, objective, limit_bytes, space)
