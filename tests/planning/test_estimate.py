@@ -222,6 +222,29 @@ def test_rates_of_a_kind_and_size_come_before_the_peak():
     assert estimate(compiled(text), plain).step_time_s < 1e-3
 
 
+@pytest.mark.parametrize(
+    ("kind", "left", "right", "result", "summed"),
+    [
+        ("product", "16,100", "100,30", "16,30", (1, 0)),
+        ("product_skinny", "16,100", "100,400", "16,400", (1, 0)),
+        ("product_skinny", "16,100", "400,100", "16,400", (1, 1)),  # gradient of the rows
+        ("product_transposed", "16,100", "16,400", "100,400", (0, 0)),  # of the weights
+    ],
+)
+def test_products_of_other_shapes_have_rates_of_their_own(kind, left, right, result, summed):
+    rows = [f"  %{n} = f32[{dims}]{{1,0}} bitcast(%x)\n" for n, dims in zip("lr", (left, right))]  # noqa: B905
+    sums = f"lhs_contracting_dims={{{summed[0]}}}, rhs_contracting_dims={{{summed[1]}}}"
+    text = f"{''.join(rows)}  ROOT %d = f32[{result}]{{1,0}} dot(%l, %r), {sums}"
+    depth = int((left.split(",") if summed[0] else left.split(",")[::-1])[1])
+    flops = 2.0 * depth * math.prod(map(int, result.split(",")))
+    rates = {"product": 5.0, "product_skinny": 7.0, "product_transposed": 3.0}
+    points = tuple((name, ((1.0, rate),)) for name, rate in rates.items())
+    hardware = Hardware("mine", (("float32", 1e12),), None, 1e9, rates=points)
+    assert estimate(compiled(text), hardware).step_time_s == pytest.approx(flops / rates[kind])
+    square = replace(hardware, rates=points[:1])  # where no others were measured
+    assert estimate(compiled(text), square).step_time_s == pytest.approx(flops / 5.0)
+
+
 def test_a_start_of_a_copy_runs_beside_the_rest():
     result = estimate(
         compiled(f"""  %begun = (f32[10,10]{{1,0}}, f32[10,10]{{1,0}}, u32[]) copy-start(%x)

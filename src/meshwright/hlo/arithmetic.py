@@ -28,6 +28,7 @@ _NO_PRODUCTS = re.compile(
 )
 
 
+_FEW_ROWS = 64
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul")  # XLA for GPU; convolutions of cuDNN likewise
 _CONVOLUTIONS = ("__cudnn$convForward", "__cudnn$convBias", "__cudnn$convBackward")
 
@@ -43,6 +44,7 @@ class Work:
     heaviest: Instruction | None = None
     heaviest_flops: float = 0.0
     dtype: str = ""
+    kind: str = "product"
     uncounted: tuple[str, ...] = ()  # kernels written by hand, whose work is unknown
 
     def __add__(self, other: Work) -> Work:
@@ -54,6 +56,7 @@ class Work:
             heavier.heaviest,
             heavier.heaviest_flops,
             heavier.dtype,
+            heavier.kind,
             self.uncounted + other.uncounted,
         )
 
@@ -80,15 +83,34 @@ def work_of(instruction: Instruction, inside: Computation, module: Module) -> Wo
 
 def _product(instruction: Instruction, inside: Computation, flops: float) -> Work:
     dtypes = [array.dtype for name in instruction.operands[:1] for array in _results(name, inside)]
-    return Work(flops, 0, 0, instruction, flops, dtypes[0] if dtypes else "")
+    kind = _kind(instruction, inside)
+    return Work(flops, 0, 0, instruction, flops, dtypes[0] if dtypes else "", kind)
 
 
-def kind_of_product(instruction: Instruction | None) -> str:
-    """``"product"``, ``"convolution"`` or ``"grouped_convolution"``, whose speeds differ."""
-    if instruction is None or instruction.opcode != "convolution":
+def _kind(instruction: Instruction, inside: Computation) -> str:
+    """``"product"``, ``"product_skinny"``, ``"product_transposed"``, ``"convolution"`` or
+    ``"grouped_convolution"``, whose speeds differ."""
+    if instruction.opcode == "dot":
+        return _kind_of_dot(instruction, inside)
+    if instruction.opcode != "convolution":
         return "product"
     groups = instruction.attribute(r"feature_group_count=(\d+)") or "1"
     return "convolution" if groups == "1" else "grouped_convolution"
+
+
+def _kind_of_dot(instruction: Instruction, inside: Computation) -> str:
+    """By what a layer does: its gradient of weights sums over the rows of both operands, and few
+    rows by many weights read much for what they compute."""
+    left, right = (_results(name, inside)[0].dims for name in instruction.operands[:2])
+    summed = _numbers(instruction, r"lhs_contracting_dims=\{([^}]*)")
+    with_ = _numbers(instruction, r"rhs_contracting_dims=\{([^}]*)")
+    if _numbers(instruction, r"lhs_batch_dims=\{([^}]*)") or not summed or not with_:
+        return "product"
+    if max(summed) < len(left) - 1 and max(with_) < len(right) - 1:
+        return "product_transposed"
+    depth = math.prod(left[dim] for dim in summed)
+    few, many = sorted((math.prod(left) // max(depth, 1), math.prod(right) // max(depth, 1)))
+    return "product_skinny" if few <= _FEW_ROWS and 4 * few <= min(depth, many) else "product"
 
 
 def _dot(instruction: Instruction, inside: Computation) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..jaxprs.lines import without_number
 from ..jaxprs.scopes import PHASES, layer_of, phase_of
-from .arithmetic import FREE, bytes_moved, kind_of_product, work_of
+from .arithmetic import FREE, bytes_moved, work_of
 from .collectives import Collective, Sighting, collective_of, identity_of, kind_of
 from .groups import Axes
 from .loops import trip_count
@@ -268,7 +268,7 @@ class _Walk:
             flops=work.flops,
             dtype=work.dtype,
             precision=_precision(work.heaviest),
-            kind=kind_of_product(work.heaviest),
+            kind=work.kind,
             elements=work.elements,
             transcendentals=work.transcendentals,
             bytes_read=read,

@@ -54,14 +54,22 @@ class Clock:
         if speed is None:
             return None
         if operation.precision != "highest":  # the rates are those of the default
-            kind = _kind(operation.kind, operation.dtype)
-            speed = self.hardware.rate(kind, operation.flops) or speed
+            speed = self._rate(operation) or speed
         transcendentals = operation.transcendentals
         return (
             operation.flops / speed
             + self._elements_s("arithmetic", operation.elements - transcendentals)
             + self._elements_s("transcendental", transcendentals)
         )
+
+    def _rate(self, operation: Operation) -> float | None:
+        """FLOP/s as measured of such work; of a product of another shape, as of square ones."""
+        kinds = dict.fromkeys((operation.kind, operation.kind.partition("_")[0]))
+        for kind in kinds if operation.kind.startswith("product") else (operation.kind,):
+            rate = self.hardware.rate(_kind(kind, operation.dtype), operation.flops)
+            if rate is not None:
+                return rate
+        return None
 
     def _elements_s(self, kind: str, elements: int) -> float:
         speed = self.hardware.rate(kind, elements) or self.hardware.elements_per_s

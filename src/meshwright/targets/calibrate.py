@@ -30,7 +30,7 @@ from .hardware import Hardware, Link, hardware_of, hardware_of_device
 from .target import Target
 
 # Every call takes about as long, some hundredths of a second: a longer one would be disturbed more.
-_ROUNDS = 9
+_ROUNDS = 8
 _REPEATS = 4  # of a piece of work in one call, so that the call itself hardly counts
 _SIZES = (1 << 10, 1 << 20)  # elements of the arrays that are reduced
 _TINY = 256  # instructions in a row that do next to nothing
@@ -62,7 +62,9 @@ _OF_CORES = _Amounts(
     2 << 20,
     16 << 10,
     {
-        "product": ([(n, n) for n in (32, 128, 256, 512)], 2e8),
+        "product": ([(n, n) for n in (32, 128, 512)], 1e8),
+        "product_skinny": ([(8, 256), (64, 768)], 1e8),
+        "product_transposed": ([(32, 128), (64, 512), (128, 768)], 1e8),
         "convolution": ([(1, 8, 8, 16), (1, 16, 16, 32), (16, 16, 16, 32)], 2e8),
         "grouped_convolution": ([(1, 4, 4, 64), (1, 16, 16, 32), (8, 32, 32, 64)], 2e7),
         "arithmetic": ([(1 << 10,), (1 << 14,), (1 << 18,)], 6e7),
@@ -265,6 +267,15 @@ def _rated_works(amounts: _Amounts) -> dict[str, tuple[Callable[[Any], Any], _Di
     def product(y: Any) -> Any:
         return (y @ y) * (4.0 / len(y))  # of 0.25, which it stays
 
+    def skinny(y: Any) -> Any:
+        n = y.shape[-1]
+        weights = np.linspace(0.1, 0.9, n * n, dtype="float32").reshape(n, n)
+        return y @ jnp.asarray(weights * (2 / n))
+
+    def transposed(y: Any) -> Any:
+        products = jax.lax.dot_general(y, y, (((0,), (0,)), ((), ())))
+        return y + 1e-6 * jnp.min(products)  # which needs all of them
+
     def convolution(groups: Callable[[int], int]) -> Callable[[Any], Any]:
         def convolve(y: Any) -> Any:
             channels = y.shape[-1]
@@ -286,6 +297,8 @@ def _rated_works(amounts: _Amounts) -> dict[str, tuple[Callable[[Any], Any], _Di
 
     kinds: dict[str, tuple[Callable[[Any], Any], Callable[[_Dims], int]]] = {
         "product": (product, lambda dims: 2 * dims[0] ** 3),
+        "product_skinny": (skinny, lambda dims: 2 * math.prod(dims) * dims[1]),
+        "product_transposed": (transposed, lambda dims: 2 * math.prod(dims) * dims[1]),
         "convolution": (convolution(lambda _: 1), lambda dims: 18 * math.prod(dims) * dims[-1]),
         "grouped_convolution": (convolution(lambda n: n), lambda dims: 18 * math.prod(dims)),
         "arithmetic": (arithmetic, lambda dims: 2 * _TERMS * math.prod(dims)),

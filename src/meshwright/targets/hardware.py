@@ -32,6 +32,8 @@ PATTERNS = ("ring", "switch", "shared")
 RATES = {  # kind of work, on float32 unless it says otherwise -> its unit
     "product": "FLOP",
     "product_bfloat16": "FLOP",
+    "product_skinny": "FLOP",  # few rows by many weights
+    "product_transposed": "FLOP",  # of gradients of weights: both by their rows
     "convolution": "FLOP",
     "convolution_bfloat16": "FLOP",
     "grouped_convolution": "FLOP",
