@@ -275,6 +275,17 @@ def test_a_process_that_sleeps_does_nothing_and_one_whose_child_computes_does(mo
     assert looks[1] < looks[0] / 2
 
 
+def test_a_process_that_writes_to_a_slow_disk_does_something(tmp_path):
+    if not Path("/proc/self/io").exists():
+        pytest.skip("only Linux says what a process has written")
+    before = _of_all(os.getpid(), 0.0)
+    (tmp_path / "checkpoint").write_bytes(bytes(20 << 20))
+    after = _of_all(os.getpid(), 0.0)
+    assert before is not None
+    assert after is not None
+    assert after.all_ran_s - before.all_ran_s >= 16.0
+
+
 def test_a_stack_is_the_newest_that_the_rank_has_written(tmp_path):
     form = 'Current thread 0x1 (most recent call first):\n  File "a.py", line {} in f\n'
     path = tmp_path / "stack"
