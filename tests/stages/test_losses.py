@@ -38,6 +38,11 @@ def masked(x: Any, words: Any) -> Any:
 LOSSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "mean": (lambda x, words: jnp.mean(by_row(x, words)) + 0.1 * jnp.mean(x**2), ""),
     "sum": (lambda x, words: jnp.sum(by_row(x, words)), "a sum over rows, and a step takes the"),
+    "half of a sum": (
+        lambda x, words: 0.5 * jnp.sum(x**2),
+        "a sum over rows, and a step takes the",
+    ),
+    "half of a mean": (lambda x, words: 0.5 * jnp.mean(x**2), ""),
     "root": (lambda x, words: jnp.sqrt(jnp.mean(x**2)), r"rows meet in the loss .* \(sqrt\)"),
     "masked": (masked, r"rows meet in the loss .* \(max\)"),
     "contrastive": (contrastive, r"rows meet in the loss .* \(dot_general\)"),

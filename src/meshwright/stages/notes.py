@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from ..jaxprs.row_sums import Meeting, of_rows
+from ..jaxprs.row_sums import Meeting, Sum, of_rows
 from ..jaxprs.slices import Var
 from ..layouts.placement import Placement
 from ..units import bytes_text
@@ -50,34 +50,60 @@ class LossNote(NamedTuple):
     a step takes the mean."""
 
     text: str
-    is_sum: bool
+    is_sum: bool = False
+
+
+class TracedLoss(NamedTuple):
+    """The equations of a loss, and the variables with rows in front that they begin with."""
+
+    eqns: Sequence[Any]
+    read: Sequence[Var]
+    loss: Any
+
+    @property
+    def of_rows(self) -> Sum | Meeting | None:
+        """What it is of the rows; ``None`` where nothing is certain."""
+        sizes = {var.aval.shape[0] if var.aval.shape else 0 for var in self.read}
+        if len(sizes) != 1 or min(sizes) < 2:
+            return None
+        return of_rows(self.eqns, dict.fromkeys(self.read, 0), self.loss)
 
 
 def note_of_loss(
-    eqns: Sequence[Any],
-    read: Sequence[Var],
-    loss: Any,
+    what: Sum | Meeting | None,
+    rows: int,
     count: int,
     reduction: Literal["mean", "sum"],
+    what_of_more: Callable[[], Sum | Meeting | None] | None = None,
 ) -> LossNote | None:
-    """A note on the loss of one of ``count`` micro-batches, whose equations begin with variables
-    that have its rows in front; ``None`` where nothing is certain."""
-    sizes = {var.aval.shape[0] if var.aval.shape else 0 for var in read}
-    if count == 1 or len(sizes) != 1 or min(sizes) < 2:
+    """A note on the loss of one of ``count`` micro-batches of ``rows`` rows; ``None`` where nothing
+    is certain.
+
+    ``what_of_more`` is what it is with more rows: a mean is then divided by another number.
+    """
+    if count == 1:
         return None
-    what = of_rows(eqns, dict.fromkeys(read, 0), loss)
     if isinstance(what, Meeting):
-        text = (
+        mean = "the sum" if reduction == "sum" else "the mean"
+        return LossNote(
             f"rows meet in the loss before they are summed ({what.kind}), so it is taken of each "
-            f"micro-batch by itself: {'the sum' if reduction == 'sum' else 'the mean'} of those is "
-            "not the loss of the whole batch"
+            f"micro-batch by itself: {mean} of those is not the loss of the whole batch"
         )
-        return LossNote(text, is_sum=False)
-    if what is None or not what.is_plain or reduction == "sum":
+    if what is None or None in what.scales or reduction == "sum":
         return None
+    if not what.is_plain:
+        is_like_a_mean = any(_divides(rows, scale) for scale in what.scales)
+        if is_like_a_mean or what_of_more is None or what_of_more() != what:
+            return None
     text = (
         f"the loss is a sum over rows, and a step takes the mean of {count} micro-batches, which "
         f"is 1/{count} of it. Take a mean over the rows, as jnp.mean does, or multiply the loss by "
         f"{count}"
     )
     return LossNote(text, is_sum=True)
+
+
+def _divides(rows: int, scale: float | None) -> bool:
+    """Whether a number is one by a multiple of the rows, as a mean's is."""
+    times = 1 / (abs(scale) * rows) if scale else 0.0
+    return times > 0.5 and abs(times - round(times)) < 1e-4 * times

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import BatchError, PipelineError
+from ..jaxprs.row_sums import Meeting, Sum
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
@@ -20,7 +21,7 @@ from .faults import check_stages
 from .line import Line
 from .lookups import with_whole_lookups
 from .loops import without_loops
-from .notes import LossNote, note_of_loss, notes_of
+from .notes import LossNote, TracedLoss, note_of_loss, notes_of
 from .packing import Packing
 from .parts import Blocks
 from .pipeline import Pipeline
@@ -69,7 +70,7 @@ class Staged:
     layers: tuple[LayerStages, ...] = ()
     of_cut: tuple[str, ...] = ()  # what to know of how it was cut
     may_share_loss: bool = False  # all stages may compute what comes after the blocks
-    of_loss: LossNote | None = None
+    of_loss: Sum | Meeting | None = None  # what it is of the rows, where that is certain
 
     @classmethod
     def of(
@@ -121,7 +122,7 @@ class Staged:
             layers=layers,
             of_cut=notes,
             may_share_loss=may_share,
-            of_loss=_of_loss(cut[0] if isinstance(cut, tuple) else cut, count, program),
+            of_loss=_loss_of(cut[0] if isinstance(cut, tuple) else cut).of_rows,
         )
 
     @property
@@ -149,7 +150,9 @@ class Staged:
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
         """What was done in another way than it might have been, and why."""
-        notes = self.of_cut if self.of_loss is None else (*self.of_cut, self.of_loss.text)
+        notes = self.of_cut
+        if note := self._note_of_loss(self.whole.example, self._of_more):
+            notes = (*notes, note.text)
         if not isinstance(self.dealt, Deal) or self.placement.rules is not None:
             return notes
         micro = _micro(self.whole.example, self.pipeline.micro_batches)
@@ -171,6 +174,25 @@ class Staged:
             f"gradients of the blocks are summed over {axes} for every micro-batch, not once a "
             "step: rows do not go through a block each by itself, as where it draws random numbers",
         )
+
+    def _note_of_loss(
+        self, batch: Batch, of_more: Callable[[], Sum | Meeting | None] | None = None
+    ) -> LossNote | None:
+        count, reduction = self.pipeline.micro_batches, self.whole.reduction
+        rows = leaves_of(batch)[0][0].shape[0] // count
+        return note_of_loss(self.of_loss, max(1, rows), count, reduction, of_more)
+
+    def _of_more(self) -> Sum | Meeting | None:
+        """What the loss of a larger micro-batch is of the rows."""
+        count = self.pipeline.micro_batches
+        micro = _micro(self.whole.example, max(1, count // 2))
+        traced = traced_of(self.whole, self.placement, count, abstract_of(self.whole), micro)
+        try:
+            if isinstance(self.dealt, Deal):
+                return _loss_of(_blocks(traced, self.placement, self.pipeline)).of_rows
+            return _loss_of(Segments(Line.of(traced), self.dealt)).of_rows
+        except PipelineError:  # of another form for so many rows
+            return None
 
     def takes(self, batch: Batch) -> bool:
         """Whether a batch is cut into micro-batches: not one that is smaller than the example and
@@ -219,8 +241,8 @@ class Staged:
         Raises :class:`BatchError` for a batch that does not divide into micro-batches.
         """
         micros = self._micros(batch)
-        if self.of_loss is not None and self.of_loss.is_sum:
-            warn(f"{self.of_loss.text}.")
+        if (note := self._note_of_loss(batch)) and note.is_sum:
+            warn(f"{note.text}.")
         shapes, tree = abstract_of(self.whole), leaves_of(batch)[1]
         micro = tree.unflatten([shape_of(leaf.shape[1:], leaf.dtype) for leaf in micros])
         pipeline, placement = self.pipeline, self.placement
@@ -388,9 +410,9 @@ def _better(
     return segments if max(segments.flops) < enough else None
 
 
-def _of_loss(cut: Blocks | Segments, count: int, program: Program) -> LossNote | None:
-    """A note on a loss that is not the mean of its micro-batches'; none beside statistics that are
-    a micro-batch's, of which there is one."""
+def _loss_of(cut: Blocks | Segments) -> TracedLoss:
+    """The loss of what the last block makes; of stages that differ, of the batch, and nothing of it
+    beside statistics that are a micro-batch's, of which there is a note."""
     if isinstance(cut, Segments):
         traced, begins = cut.traced, list[Any]()
         eqns = [] if cut.line.statistics else traced.closed.jaxpr.eqns
@@ -398,7 +420,7 @@ def _of_loss(cut: Blocks | Segments, count: int, program: Program) -> LossNote |
         traced, begins = cut.traced, list(cut.functions.leaves)
         eqns = cut.functions.loss_equations
     of_batch = [var for var, (part, _) in traced.arguments.items() if part == "batch"]
-    return note_of_loss(eqns, [*begins, *of_batch], traced.loss, count, program.reduction)
+    return TracedLoss(eqns, [*begins, *of_batch], traced.loss)
 
 
 def _segments(
