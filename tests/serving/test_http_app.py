@@ -241,6 +241,61 @@ def test_all_bodies_together_have_a_limit_and_give_their_share_back():
     assert asyncio.run(scenario()) == [429, 200, 200]
 
 
+def test_what_is_read_in_one_turn_of_the_loop_waits_together():
+    """Else the first of many requests would be a batch by itself, while the others are read."""
+    seen = []
+
+    class Noted(Linear):
+        def __getattribute__(self, name):
+            if name in ("inputs", "predict"):
+                seen.append(name)
+            return super().__getattribute__(name)
+
+    async def scenario() -> list[int]:
+        async with running(app_of(Noted())) as app:
+            seen.clear()
+            calls = [Call("POST", PATH, BODY).to(app) for _ in range(3)]
+            return [answered.status for answered in await asyncio.gather(*calls)]
+
+    assert asyncio.run(scenario()) == [200] * 3
+    assert "inputs" not in seen[seen.index("predict") :]
+
+
+def test_nothing_stays_behind_of_the_watch_for_a_client_that_leaves():
+    model = Linear()
+
+    async def scenario() -> int:
+        async with running(app_of(model)) as app:
+            leaves = asyncio.Event()
+            leaves.set()
+            model.gate = asyncio.Event()
+            model.gate.set()
+            request = asyncio.ensure_future(Call("POST", PATH, BODY, leaves=leaves).to(app))
+            status = (await request).status
+            assert request.cancelling() == 0  # nothing of the watch is left behind
+            return status
+
+    assert asyncio.run(scenario()) in (200, 499)
+    assert sum(model.outcomes.values()) == 1
+
+
+def test_a_request_that_is_cancelled_from_outside_is_not_one_whose_client_has_left():
+    model = Linear()
+
+    async def scenario() -> bool:
+        model.gate = asyncio.Event()
+        async with running(app_of(model)) as app:
+            request = asyncio.ensure_future(Call("POST", PATH, BODY).to(app))
+            while not model.timeouts:
+                await asyncio.sleep(0)
+            request.cancel()
+            await asyncio.wait([request])
+            return request.cancelled()
+
+    assert asyncio.run(scenario())
+    assert model.outcomes == {"cancelled": 1}
+
+
 def test_a_client_that_leaves_takes_its_request_out_of_the_queue():
     model = Linear()
 

@@ -12,21 +12,33 @@ from weakref import WeakKeyDictionary, ref
 _deliveries: WeakKeyDictionary[asyncio.AbstractEventLoop, Delivery] = WeakKeyDictionary()
 
 
-async def answer_of(future: Future[Any]) -> Any:
+async def answer_of(future: Future[Any], within_s: float | None = None) -> Any:
     """The result of a future that another thread sets; cancelling cancels the future.
 
     ``asyncio.wrap_future`` wakes the loop once per future, a system call each that also hands the
-    interpreter from thread to thread. Here the answers of a batch wake it once.
+    interpreter from thread to thread. Here the answers of a batch wake it once. Raises TimeoutError
+    after ``within_s`` seconds.
     """
     loop = asyncio.get_running_loop()
-    delivery = _deliveries.setdefault(loop, Delivery(loop))
+    delivery = _deliveries.get(loop)
+    if delivery is None:
+        delivery = _deliveries.setdefault(loop, Delivery(loop))
     waiting = loop.create_future()
     future.add_done_callback(lambda finished: delivery.send(finished, waiting))
+    timer = None if within_s is None else loop.call_later(within_s, _give_up, waiting)
     try:
         return await waiting
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, TimeoutError):
         future.cancel()
         raise
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+def _give_up(waiting: asyncio.Future[Any]) -> None:
+    if not waiting.done():
+        waiting.set_exception(TimeoutError())
 
 
 class Delivery:

@@ -352,8 +352,7 @@ class LoadedModel:
 
     async def _awaited(self, request: Request) -> Answer:
         try:
-            async with asyncio.timeout(self._left_s(request)):
-                return await answer_of(request.future)
+            return await answer_of(request.future, self._left_s(request))
         except TimeoutError as error:
             raise _late(error, request) from None
 

@@ -20,6 +20,7 @@ from .answers import REQUEST_ID, problem_response
 from .problems import ClientGoneError
 
 LOGGER = logging.getLogger("meshwright.serving")
+_encode = json.JSONEncoder(default=str).encode
 _ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _QUIET = ("/v2/health/live", "/v2/health/ready", "/health", "/ping", "/metrics")
 
@@ -37,7 +38,7 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return _encode(line)
 
 
 class RequestLog:

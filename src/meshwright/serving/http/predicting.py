@@ -57,6 +57,7 @@ async def answer(
                 request = read(http, body, model)
             state["rows"] = len(next(iter(request.inputs.values()), ()))
             timeout_s = min(timeout_s, request.timeout_s or timeout_s)
+            await asyncio.sleep(0)  # what is read in one turn of the loop shares a batch
             predicted = await unless_gone(
                 model.predict(request.inputs, timeout_s=timeout_s), http.receive
             )
@@ -94,18 +95,24 @@ async def unless_gone(work: Coroutine[Any, Any, T], receive: Callable[[], Awaita
 
     Raises ClientGoneError.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
     watch = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError("the client left before its answer was ready.")
-    finally:
-        watch.cancel()
-        if not task.done():
+
+    def leave(watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled():
             task.cancel()
-            await asyncio.wait((task,))
+
+    watch.add_done_callback(leave)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if watch.done() and task.uncancel() == 0:  # by the watch alone
+            raise ClientGoneError("the client left before its answer was ready.") from None
+        raise
+    finally:
+        watch.remove_done_callback(leave)  # an answer that is there is sent
+        watch.cancel()
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
