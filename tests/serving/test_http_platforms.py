@@ -93,6 +93,11 @@ def test_manifests_fulfil_the_published_schemas(platform):
         jsonschema.validate(document, schema)
 
 
+def test_mlflow_gets_what_its_scoring_server_imports():
+    lines = files_for("mlflow", DEPLOYMENT)["requirements.txt"].split()
+    assert lines == ["meshwright[serve,checkpoint]==0.1.0", "mlflow-skinny>=3.0", "pandas>=2"]
+
+
 def test_a_shell_reads_the_words_as_they_were():
     import shlex
 
