@@ -26,6 +26,7 @@ import keras
 import numpy as np
 import plan_models
 from keras import layers
+from queueing import least_ms
 from quiet import Quiet, Sides
 from report import machine, save
 
@@ -171,6 +172,8 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
                 many_rounds.append(asyncio.run(closed_loop(many, row)))
         together = median(many_rounds, 0)
         loads = [asyncio.run(open_loop(many, row, share * together)) for share in LOADS]
+        by_size = {str(size): rate for size, rate in rates.items()}
+        least = [least_ms(by_size, load["offered_rows_per_s"]) for load in loads]
         batches = many.status().bucket_batches
     return {
         "model": model.name,
@@ -179,7 +182,7 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
         "answer_p50_ms": 1e3 * through,
         "overhead_p50_ms": 1e3 * (through - direct),
         "full_batch_ratio": MAX_ROWS * one_s / full_s,  # of the computation alone: the most to have
-        "function_rows_per_s": {str(size): rate for size, rate in rates.items()},
+        "function_rows_per_s": by_size,
         "function_ratio": max(rates.values()) / rates[1],  # without a server: no batcher has more
         "batch_1_rows_per_s": median(alone, 0),
         "batching_rows_per_s": together,
@@ -187,6 +190,7 @@ def measure(build: Callable[[], keras.Model]) -> dict[str, Any]:
         "ratio_per_cpu_s": median(many_rounds, 1) / median(alone, 1),
         "loads": loads,
         "cpu_s_of_sides": sides.cpu_s,
+        "least": least,  # of the same loads, if a server took no time
         "batches": {str(size): count for size, count in batches.items()},
     }
 
