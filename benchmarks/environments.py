@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,8 +36,8 @@ class Environment:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The packages without their versions."""
-        return tuple(package.split("==")[0] for package in self.packages)
+        """The packages without versions, extras and where they come from."""
+        return tuple(re.split(r"[=<>\[ ]", package)[0] for package in self.packages)
 
     def add_option(self, parser: argparse.ArgumentParser) -> None:
         """An option ``--tensorflow-python`` or the like, for :meth:`python`, as ``peer_python``."""

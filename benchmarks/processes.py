@@ -50,7 +50,7 @@ def ranks_together(
     ``independent`` processes run side by side, each as a world of its own; they may meet at
     ``MEETING_PORT``. Raises :class:`SideFailed` if one ended badly.
     """
-    port, *own_ports = _free_ports(1 + processes)
+    port, *own_ports = free_ports(1 + processes)
     before, started = Used.now(), []
     for rank in range(processes):
         place = ("0", "1") if independent else (str(rank), str(processes))
@@ -71,7 +71,8 @@ def ranks_together(
     return found | {"load": load_since(before)}
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nothing listens on."""
     with contextlib.ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

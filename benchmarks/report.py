@@ -36,6 +36,7 @@ SERVERS_COMMAND = "python benchmarks/parameter_server.py"
 EXCHANGES_COMMAND = "python benchmarks/ps_push_pull.py"
 ACCURACY_COMMAND = "python benchmarks/ps_accuracy.py"
 PROCESSES_COMMAND = "python benchmarks/many_processes.py"
+PLATFORMS_COMMAND = "python benchmarks/platforms.py"
 RANKING_COMMAND = "python benchmarks/ranking.py"
 RANKING_SHARE = 0.9  # of the rank correlation of two measurements, asked of the estimate
 RANKING_WITHIN = 6  # layouts that have to be within twice the fastest
@@ -226,6 +227,7 @@ def page_text() -> str:
     servers = found.pop("parameter_server", [])
     exchanges, accuracy = found.pop("ps_push_pull", []), found.pop("ps_accuracy", [])
     ranking, processes = found.pop("ranking", []), found.pop("many_processes", [])
+    platforms = found.pop("platforms", [])
     jobs = [found[name] for name in JOBS if name in found]
     parts = [
         "# Results",
@@ -246,6 +248,7 @@ def page_text() -> str:
         (f"`{ACCURACY_COMMAND}`", accuracy_table, accuracy),
         (f"`{RANKING_COMMAND}`, Spearman's rank correlations", ranking_table, ranking),
         (f"`{PROCESSES_COMMAND}`", processes_table, processes),
+        (f"`{PLATFORMS_COMMAND}`", platforms_table, platforms),
     )
     for made_by, table, rows in sections:
         if rows:
@@ -254,7 +257,7 @@ def page_text() -> str:
     # Other files are of other pages: their programs print them.
     start_ups = [start_up] if start_up else []
     listed = jobs, start_ups, features, named, tracing
-    listed += servers, exchanges, accuracy, ranking, processes
+    listed += servers, exchanges, accuracy, ranking, processes, platforms
     parts.append(_marks([each for rows in listed for each in rows if rows is not start_ups]))
     parts.append(_facts([each for rows in listed for each in rows], jobs))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -506,6 +509,33 @@ def ranking_table(runs: list[dict[str, Any]]) -> str:
         *("estimate", "bytes alone", "FLOPs alone", ""),
     )
     return _table(heads, rows)
+
+
+def platforms_table(platforms: list[dict[str, Any]]) -> str:
+    """Platforms that host a server: versions, seconds until the first answer, replicas."""
+    rows = []
+    for each in platforms:
+        (package, version), *others = each["versions"].items()
+        rows.append(
+            (
+                f"{package} {version}{_mark(each)}",
+                f"`{each['started_by']}`",
+                f"{each['first_answer_s']:.1f} s",
+                f"{each['largest_difference']:.1e}",
+                replicas_text(each),
+                ", ".join(f"{name} {of}" for name, of in others),
+            )
+        )
+    heads = (
+        *("platform", "started by", "process to first answer", "largest difference"),
+        *("replicas that run", "versions"),
+    )
+    return _table(heads, rows)
+
+
+def replicas_text(platform: dict[str, Any]) -> str:
+    """How many ran, and from which second on: ``1 (0 s), 2 (35 s), 1 (70 s)``."""
+    return ", ".join(f"{count} ({at_s:.0f} s)" for at_s, count in platform.get("replicas", []))
 
 
 def _fastest(each: dict[str, Any], sides: Sequence[str]) -> str:

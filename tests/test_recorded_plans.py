@@ -64,6 +64,7 @@ TRAINED = {  # job: its peers, in the order of the page
     "convolutional_8": ("hand_written", "keras_data_parallel"),
 }
 FEATURES = ("accumulate", "checkpoint", "prefetch")
+PLATFORMS = BENCHMARKS.parent / "docs" / "guides" / "platforms.md"
 ON_GPU = ("gpt2", "mlp", "resnet_50", "recommender", "digits", "bert", "lstm")
 
 
@@ -152,17 +153,27 @@ def test_the_page_on_speed_has_every_job_on_one_gpu(gpu: str) -> None:
         assert (f"{peer['time_ratio']:.2f} ×" in row[-1]) if peer else not row[-1]
 
 
-def test_the_page_on_speed_has_the_records_of_serving() -> None:
+def test_the_page_on_speed_has_the_records_of_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    least_ms = __import__("queueing").least_ms
     _, _, _, answers, endured, planned = tables(SPEED)
     columns = []
     for each in saved("serving")["rows"]:
         loads = [f"{at['p50_ms']:.1f} and {at['p99_ms']:.1f} ms" for at in each["loads"][:2]]
         alone = each["answer_p50_ms"]
+        least = least_ms(each["function_rows_per_s"], each["loads"][1]["offered_rows_per_s"])
         columns.append([
             f"{each['overhead_p50_ms']:.2f} ms", f"{each['batching_rows_per_s']:,.0f}",
             f"{each['ratio']:.1f} ×", f"{each['function_ratio']:.1f} ×",
             f"{alone:.{1 if alone > 1 else 2}f} ms", *loads,
+            f"{least['p50_ms']:.1f} and {least['p99_ms']:.1f} ms",
         ])  # fmt: skip
+    net = saved("serving")["rows"][0]
+    half = net["loads"][1]["offered_rows_per_s"]
+    p99 = [least_ms(net["function_rows_per_s"], half, 1e-6 * us)["p99_ms"] for us in (90, 60, 40)]
+    text = " ".join(SPEED.read_text().split())
+    assert f"a p99 of {p99[0]:.1f} ms at the net, with 60 µs {p99[1]:.1f} and with 40 µs" in text
+    assert f"40 µs {p99[2]:.1f}." in text
     shown = [[cell.removesuffix(", **missed**") for cell in row[1:3]] for row in answers]
     assert shown == [list(pair) for pair in zip(*columns, strict=True)]
     record = saved("serving_endurance")
@@ -180,6 +191,28 @@ def test_the_page_on_speed_has_the_records_of_serving() -> None:
     for size, row in zip(("70b", "405b"), planned, strict=True):
         times = [saved("serving_plans")[size][aim]["seconds"] for aim in ("latency", "throughput")]
         assert row[1:3] == [f"{seconds:.2g} s" for seconds in times]
+
+
+def test_the_page_on_platforms_has_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    report = __import__("report")
+    records = saved("platforms")
+    assert [each["platform"] for each in records] == ["bentoml", "mlflow", "ray", "litserve"]
+    rows = []
+    for each in records:
+        package, version = next(iter(each["versions"].items()))
+        replicas = report.replicas_text(each)
+        gap = each["largest_difference"]
+        rows.append([
+            f"{package} {version}", f"`{each['started_by']}`", f"{each['first_answer_s']:.0f} s",
+            f"{gap:.0e}" if gap else "none", replicas,
+        ])  # fmt: skip
+    assert tables(PLATFORMS)[1] == rows
+    (ray,) = (each for each in records if each["platform"] == "ray")
+    assert [count for _, count in ray["replicas"]] == [1, 2, 1]
+    assert ray["failed_under_load"] == 0
+    text = " ".join(PLATFORMS.read_text().split())
+    assert f"All {ray['answered_under_load']:,} requests of these clients were answered." in text
 
 
 def test_what_was_said_by_the_model_alone_is_said_anew(monkeypatch: pytest.MonkeyPatch) -> None:
