@@ -1,18 +1,16 @@
 # `make help` lists what there is. Everything happens in .venv, made from the project's own files.
-# Tests run in WORKERS processes at once. Those marked `alone` come after them, three at a time: they
-# start processes of their own, and wait more than they compute; ALONE says otherwise. WORKERS=0
-# runs every test in one process, for a debugger.
+# Tests run in WORKERS processes at once, three even on two cores: they also wait, for disks and for
+# processes of their own. Those marked `alone` come after the others. WORKERS=0 runs every test in
+# one process, for a debugger.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-WORKERS ?= 2
-ALONE ?= 3
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest
 # A process that dies ends the run: pytest-xdist would wait for ever for what it had been given.
-BESIDE := --dist loadgroup --max-worker-restart 0 --numprocesses $(WORKERS)
-AFTER := --dist loadgroup --max-worker-restart 0 --numprocesses $(if $(filter 0 1,$(WORKERS)),$(WORKERS),$(ALONE))
+PARALLEL := --dist loadgroup --max-worker-restart 0 --numprocesses $(WORKERS)
 UNMIXED := $(if $(filter output-sync,$(.FEATURES)),--output-sync) # Make before 4.0 cannot
 MAY_BE_NONE := || test $$? -eq 5 # pytest ends with 5 where it finds no test, as with ARGS of one file
 
@@ -46,16 +44,16 @@ docs: $(VENV)/.installed-docs ## build the documentation into site/; a broken li
 	$(BIN)/zensical build --strict
 
 test: install-dev ## the tests that everybody runs
-	$(PYTEST) $(BESIDE) -m "not full and not targets and not alone" $(ARGS) $(MAY_BE_NONE)
-	$(PYTEST) $(AFTER) -m "alone and not full and not targets" $(ARGS) $(MAY_BE_NONE)
+	$(PYTEST) $(PARALLEL) -m "not full and not targets and not alone" $(ARGS) $(MAY_BE_NONE)
+	$(PYTEST) $(PARALLEL) -m "alone and not full and not targets" $(ARGS) $(MAY_BE_NONE)
 
 test-full: install-dev ## all tests: long tables and killed processes too
-	$(PYTEST) $(BESIDE) -m "not targets and not alone" $(ARGS) $(MAY_BE_NONE)
-	$(PYTEST) $(AFTER) -m "alone and not targets" $(ARGS) $(MAY_BE_NONE)
+	$(PYTEST) $(PARALLEL) -m "not targets and not alone" $(ARGS) $(MAY_BE_NONE)
+	$(PYTEST) $(PARALLEL) -m "alone and not targets" $(ARGS) $(MAY_BE_NONE)
 
 # pytest ends with 5 where it finds no test
 test-targets: $(VENV)/.installed-targets ## tests against compilers and browsers that the project does not ship
-	@$(PYTEST) $(BESIDE) -m targets $(ARGS) || { status=$$?; \
+	@$(PYTEST) $(PARALLEL) -m targets $(ARGS) || { status=$$?; \
 	  if [ $$status -eq 5 ]; then echo "No test is marked 'targets' yet."; else exit $$status; fi; }
 
 bench: install ## measure against the peers and print the ratios; BENCH passes options on
