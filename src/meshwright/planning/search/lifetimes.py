@@ -16,7 +16,7 @@ import numpy as np
 from ..graph import Graph
 from .buffers import Buffer, buffers_on_cpu, buffers_on_tpu
 from .choices import Remat
-from .facts import Facts, facts_of, is_turn
+from .facts import Facts, facts_of, is_layer, is_turn
 from .recompute import dropped, is_computed_again
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _RESTING = ("parameter", "slot", "state", "input")
 _STEPS_OF_LOSS = 3
+_VIEWS_OF_LAYERS = ("squeeze", "reshape", "transpose", "convert_element_type")
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,10 @@ def _traced(
     lifetimes = list(_resting(problem, facts, end))
     begins = _made_again(facts, buffers, remat)
     left = dropped(problem.graph, remat)
+    by_number = _by_number(problem.graph, facts) if zero == 3 else frozenset[int]()
+    lifetimes += _of_layers(problem, [b for b in buffers if b.tensor in by_number], at)
     for buffer in buffers:
-        if buffer.tensor in left:
+        if buffer.tensor in left or buffer.tensor in by_number:
             continue
         kind = facts.kinds[buffer.tensor]
         # Level 3 gathers a cast for each operation that reads it, and keeps it for none.
@@ -133,6 +136,46 @@ def _traced(
             begin = at[again]
         lifetimes.append(Lifetime(piece, begin, max(begin, last)))
     return Timeline(len(at), tuple(lifetimes), tuple(enumerate(at)))
+
+
+def _by_number(graph: Graph, facts: Facts) -> frozenset[int]:
+    """The layers that a step takes out of stacked parameters by their numbers, views of them, and
+    their gradients; not those of loops."""
+    result: set[int] = set()
+    for operation in graph.operations:
+        is_slice = operation.kind == "slice" and is_layer(graph, operation)
+        is_taken = is_slice and facts.kinds[operation.operands[0]] == "parameter"
+        is_view = operation.kind in _VIEWS_OF_LAYERS and operation.operands
+        if is_taken or (is_view and result.issuperset(operation.operands)):
+            result.update(operation.results)
+        elif operation.times == 1:
+            result.update(t for t in operation.results if facts.kinds[t] == "layer gradient")
+    return frozenset(result)
+
+
+def _of_layers(
+    problem: Compact, buffers: Sequence[Buffer], at: Sequence[int]
+) -> Iterator[Lifetime]:
+    """Level 3 gathers a layer for the forward pass, and again for what reads it in the backward
+    pass (``step/layer_gathers.py``). Its gradient is summed as soon as it is made; of the sums a
+    device has its part of the stack from the first one on."""
+    facts = facts_of(problem.graph)
+    made: dict[int, list[int]] = {}  # when the gradients of each piece's layers are
+    for buffer in buffers:
+        piece, begin = problem.piece_of[buffer.tensor], at[buffer.start]
+        if facts.kinds[buffer.tensor] == "layer gradient":
+            made.setdefault(piece, []).append(begin)
+            yield Lifetime(piece, begin, begin)
+            continue
+        forward = [at[read] for read in buffer.reads if facts.is_forward[read]]
+        yield Lifetime(piece, begin, max(forward, default=begin))
+        for read in buffer.reads:
+            if not facts.is_forward[read]:
+                yield Lifetime(piece, at[read], at[read])
+    for layer, moments in made.items():
+        for stack, piece in enumerate(problem.pieces):
+            if piece.kind == "gradient" and piece.shape[1:] == problem.pieces[layer].shape:
+                yield Lifetime(stack, min(moments), max(moments))
 
 
 def _resting(problem: Compact, facts: Facts, end: int) -> Iterator[Lifetime]:

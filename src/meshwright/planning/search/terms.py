@@ -169,7 +169,7 @@ def room_bytes(lay: Lay, work: Work) -> Values:
     for place in work.writes:
         if pieces[place].kind != "gradient" or _is_by_layers(lay, work):
             continue
-        if lay.choices.zero >= 2 and not _follows(lay, work):
+        if lay.choices.zero >= 2 and not (_follows(lay, work) or _stacks_sums(lay, work)):
             shared = replicas_sharing(lay, pieces[place]) > 1
             total = total + np.where(shared, used_bytes(lay, pieces[place], work), 0)
     return total
@@ -188,6 +188,13 @@ def _gathers(lay: Lay, work: Work) -> bool:
 def _is_by_layers(lay: Lay, work: Work) -> bool:
     """Whether level 3 gathers, or scatters, one layer at a time of a stack that a loop reads."""
     return lay.choices.zero == 3 and work.kind == "scan"
+
+
+def _stacks_sums(lay: Lay, work: Work) -> bool:
+    """Whether level 3 puts gradients of single layers, which are summed, into their stack."""
+    kinds = {lay.problem.pieces[place].kind for place in work.operands}
+    is_simple = work.kind == "elementwise" and kinds <= {"gradient", "layer gradient"}
+    return lay.choices.zero == 3 and lay.problem.platform != "cpu" and is_simple
 
 
 def _follows(lay: Lay, work: Work) -> bool:
