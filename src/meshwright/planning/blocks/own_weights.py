@@ -6,7 +6,7 @@ blocks alike, so what it costs is read of a step like this one. It is traced for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,72 +44,70 @@ class ByEntry:
 def by_entry(described: AbstractStep) -> ByEntry | None:
     """The step with its loop over the most weights written out; ``None`` where it has none."""
     program = described.program
-    if program.own_step is not None:
-        return None
-    stacks = _stacks(described)
+    stacks = () if program.own_step is not None else _stacks(described)
     if not stacks:
         return None
-    counts = {info.path: info.dims[0] for info in program.params if info.path in stacks}
-    count = max(counts.values())
-    of_slots = _slots_of(program, stacks)
+    count = next(info.dims[0] for info in program.params if info.path in stacks)
+    slots = [path for paths in _slots_of(program, stacks).values() for path in paths]
     turns = [
-        _Turn(
-            {path: _entry(path, number) for path in stacks},
-            {path: _entry(path, number) for paths in of_slots.values() for path in paths},
-        )
+        _Turn(*({path: _entry(path, number) for path in paths} for paths in (stacks, slots)))
         for number in range(count)
     ]
-    layouts = _layouts(described, stacks)
-
-    def one(path: str, turn: _Turn, info: ParamInfo) -> ParamInfo:
-        owner = None if info.owner is None else turn.params.get(info.owner)
-        asked = None if info.role == "slot" else Layout(layouts[info.path].specs[1:])
-        dims = info.dims[1:]
-        return replace(_plain(info, path), dims=dims, owner=owner, asked=asked)
-
-    def entries(infos: Iterable[ParamInfo], field: str) -> tuple[ParamInfo, ...]:
-        result = []
-        for info in infos:
-            if info.path in getattr(turns[0], field):
-                result += [one(getattr(turn, field)[info.path], turn, info) for turn in turns]
-            else:
-                result.append(info)
-        return tuple(result)
-
-    def by_stack(values: Arrays, infos: Iterable[ParamInfo], field: str) -> Arrays:
-        """With entries as stacks."""
-        return {
-            info.path: Entries(tuple(values[getattr(turn, field)[info.path]] for turn in turns))
-            if info.path in getattr(turns[0], field)
-            else values[info.path]
-            for info in infos
-            if info.path in getattr(turns[0], field) or info.path in values
-        }
-
-    def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
-        import jax
-
-        stacked = by_stack(params, program.params, "params")
-        slots = by_stack(whole.slots, program.slots, "slots") if whole.slots else {}
-        args = stacked, whole._replace(params={}, slots=slots), batch
-
-        def whole_loss(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
-            return program.loss(params, whole._replace(params=params), batch, training)
-
-        leaves, tree = jax.tree.flatten(args)
-        shapes = [_shape_of(leaf) for leaf in leaves]
-        closed, results = traced(whole_loss, *tree.unflatten(shapes))
-        return jax.tree.unflatten(results, without_loops_over(closed, leaves))
-
     new = replace(
         program,
-        params=entries(program.params, "params"),
-        slots=entries(program.slots, "slots"),
-        loss=loss,
+        params=_entries(program.params, turns, _layouts(described, stacks)),
+        slots=_entries(program.slots, turns, {}),
+        loss=_loss_by_entry(program, turns),
         update=_in_turns(program, turns),
     )
     of = {_entry(path, number): (path, number) for path in stacks for number in range(count)}
     return ByEntry(_with(described, new), of)
+
+
+def _entries(
+    infos: Iterable[ParamInfo], turns: Sequence[_Turn], layouts: Mapping[str, Layout]
+) -> tuple[ParamInfo, ...]:
+    """The variables with entries in place of stacks, which lie as these do, and slots likewise."""
+    result = list[ParamInfo]()
+    for info in infos:
+        is_slot = info.role == "slot"
+        for turn in turns:
+            path = (turn.slots if is_slot else turn.params).get(info.path)
+            if path is None:
+                result.append(info)
+                break
+            owner = turn.params[info.owner] if is_slot and info.owner is not None else None
+            asked = None if is_slot else Layout(layouts[info.path].specs[1:])
+            dims = info.dims[1:]
+            result.append(replace(_plain(info, path), dims=dims, owner=owner, asked=asked))
+    return tuple(result)
+
+
+def _loss_by_entry(program: Program, turns: Sequence[_Turn]) -> Callable[..., tuple[Any, Aux]]:
+    def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
+        import jax
+
+        def whole_loss(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
+            return program.loss(params, whole._replace(params=params), batch, training)
+
+        slots = _by_stack(whole.slots, [turn.slots for turn in turns])
+        stacked = _by_stack(params, [turn.params for turn in turns])
+        leaves, tree = jax.tree.flatten((stacked, whole._replace(params={}, slots=slots), batch))
+        closed, results = traced(whole_loss, *tree.unflatten(map(_shape_of, leaves)))
+        return jax.tree.unflatten(results, without_loops_over(closed, leaves))
+
+    return loss
+
+
+def _by_stack(values: Arrays, turns: Sequence[Mapping[str, str]]) -> Arrays:
+    """Values with entries together, under the path of their stack."""
+    if not values:
+        return values
+    inside = {path for turn in turns for path in turn.values()}
+    rest = {path: value for path, value in values.items() if path not in inside}
+    return rest | {
+        stack: Entries(tuple(values[turn[stack]] for turn in turns)) for stack in turns[0]
+    }
 
 
 def _stacks(described: AbstractStep) -> Paths:
@@ -158,56 +156,55 @@ def thawed(described: AbstractStep, rows: Sequence[Paths]) -> Thawed | None:
     where some has them; ``rows`` are paths of the weights by block. ``None`` where all are alike.
     """
     program = described.program
-    trained = {info.path for info in program.params}
-    of_slots = _slots_of(program, trained)
+    of_slots = _slots_of(program, [info.path for info in program.params])
     twins = _twins(rows, of_slots)
     if not twins:
         return None
-    count = max(map(len, rows))
     turns = [_Turn({}, {})]
-    for block in range(count):
+    for block in range(max(map(len, rows))):
         here = [row[block] for row in rows if block < len(row) and row[block] in twins]
         params = {twins[path]: path for path in here}
         slots = {slot: f"{slot}@{p}" for twin, p in params.items() for slot in of_slots[twin]}
         turns += [_Turn(params, slots)] if params else []
-    layouts = _layouts(described, trained)
+    layouts = _layouts(described, of_slots)
     frozen = [info for info in program.state if info.path in twins]
     were_state = {info.path for info in frozen}
-    infos = {info.path: info for info in program.slots}
+    lie = {info.path: Layout(layouts[twins[info.path]].specs) for info in frozen}
+    more = (
+        replace(_plain(info, info.path), role="parameter", asked=lie[info.path]) for info in frozen
+    )
+    new = replace(
+        program,
+        params=(*program.params, *more),
+        state=tuple(info for info in program.state if info.path not in were_state),
+        slots=(*program.slots, *_slots_of_turns(program, turns)),
+        loss=_loss_with(program, were_state),
+        update=_in_turns(program, turns),
+    )
+    return Thawed(_with(described, new), sum(info.nbytes for info in frozen))
 
-    def with_params(params: Arrays, whole: TrainState) -> tuple[Arrays, TrainState]:
-        own = {path: value for path, value in params.items() if path in were_state}
-        rest = {path: value for path, value in params.items() if path not in were_state}
-        return rest, whole._replace(state={**whole.state, **own})
+
+def _slots_of_turns(program: Program, turns: Sequence[_Turn]) -> Iterator[ParamInfo]:
+    infos = {info.path: info for info in program.slots}
+    for turn in turns:
+        for slot, path in turn.slots.items():
+            owner = turn.params[infos[slot].owner or ""]
+            yield replace(_plain(infos[slot], path), owner=owner)
+
+
+def _loss_with(program: Program, were_state: Collection[str]) -> Callable[..., tuple[Any, Aux]]:
+    """The loss where some of the state are parameters."""
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
-        value, aux = program.loss(*with_params(params, whole), batch, training)
+        own = {path: value for path, value in params.items() if path in were_state}
+        rest = {path: value for path, value in params.items() if path not in were_state}
+        whole = whole._replace(state={**whole.state, **own})
+        value, aux = program.loss(rest, whole, batch, training)
         return value, aux._replace(
             state={p: v for p, v in aux.state.items() if p not in were_state}
         )
 
-    new_params = [
-        replace(
-            _plain(info, info.path),
-            role="parameter",
-            asked=Layout(layouts[twins[info.path]].specs),
-        )
-        for info in frozen
-    ]
-    new_slots = [
-        replace(_plain(infos[slot], path), owner=turn.params[infos[slot].owner or ""])
-        for turn in turns
-        for slot, path in turn.slots.items()
-    ]
-    new = replace(
-        program,
-        params=(*program.params, *new_params),
-        state=tuple(info for info in program.state if info.path not in were_state),
-        slots=(*program.slots, *new_slots),
-        loss=loss,
-        update=_in_turns(program, turns),
-    )
-    return Thawed(_with(described, new), sum(info.nbytes for info in frozen))
+    return loss
 
 
 def _twins(rows: Iterable[Paths], of_slots: Mapping[str, Sequence[str]]) -> dict[str, str]:
