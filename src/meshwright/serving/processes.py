@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by name from here on
 import numpy as np
 import zmq
@@ -38,8 +39,6 @@ class Followers:
     ``hear`` with what they answer."""
 
     def __init__(self, lose: Callable[[NotReadyError], None], hear: Hear) -> None:
-        import jax
-
         self._lose, self._take = lose, hear
         self._context = zmq.Context.instance()
         self._sending = threading.Lock()
@@ -140,8 +139,6 @@ class Followers:
 def follow(do: Do) -> None:
     """Do what rank 0 says, until it says that this is the end."""
     import os
-
-    import jax
 
     host, port, answers_port, key = shared_text("").split()
     host = "127.0.0.1" if host == socket.gethostname() else host

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from ..errors import ModelError
 from ..frontends.eight_bits import quantized
-from ..frontends.given import given_values
 from ..frontends.inputs import inputs_like
 from ..frontends.precision import in_precision
+from ..frontends.program_values import program_values
 from ..layouts.placement import Placement
 from ..program import Program, TrainState
 from ..step.assemble import assemble
@@ -50,7 +52,7 @@ def source_of_program(
         forward = in_precision(forward, precision)
 
     def given(params: Any, like: TrainState) -> TrainState:
-        values = given_values(program, params)
+        values = program_values(program, params)
         state = values.state or _beginning(program, placement, like._replace(params={})).state
         return values._replace(state=state)
 
@@ -68,8 +70,6 @@ def source_of_program(
 
 def _eight_bits(floats: Source, program: Program, placement: Placement) -> Source:
     """The same forward pass, whose values are quantized where they lie each time it gets some."""
-    import jax
-
     narrow = replace(in_precision(program, "int8"), slots=(), metrics=())
     steps = assemble(narrow, replace(placement, strict=False))
     source = replace(floats, steps=steps, floats=floats, saved_dtypes={})
@@ -85,8 +85,6 @@ def _eight_bits(floats: Source, program: Program, placement: Placement) -> Sourc
 
 def _beginning(program: Program, placement: Placement, like: TrainState) -> TrainState:
     """The values that a program begins with, of these shapes, made where they are wanted."""
-    import jax
-
     if not any(like):
         return like
     initial = program.initial

@@ -10,6 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
 from ..errors import ModelError, NotReadyError, UnknownModelError
 from ..planning.cache import folder
 from ..planning.search.plan import Plan
@@ -218,8 +221,6 @@ class Server:
         """
         if not self._versions:
             raise ModelError("the server has no model: Server(model, ...), or server.add(...).")
-        import jax
-
         keep_compiled()
         with self._lock:
             models = self._models
@@ -244,8 +245,6 @@ class Server:
         return [model for versions in self._versions.values() for model in versions.all]
 
     def _lead(self, models: list[LoadedModel]) -> None:
-        import jax
-
         def lose(error: NotReadyError) -> None:
             for model in models:
                 model.lose(error)
@@ -312,8 +311,6 @@ def keep_compiled() -> None:
     A second start then only traces. ``MESHWRIGHT_CACHE`` names the folder or switches it off; a
     folder that JAX has been given already stays.
     """
-    import jax
-
     root = folder()
     if root is None:
         return
@@ -323,7 +320,5 @@ def keep_compiled() -> None:
     config: Any = jax.config
     if config.jax_compilation_cache_dir:  # which reads the environment, too
         return
-    from jax.experimental.compilation_cache import compilation_cache
-
     compilation_cache.set_cache_dir(str(root / "xla"))
     compilation_cache.reset_cache()  # it may have looked before, and found none

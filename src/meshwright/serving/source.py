@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
+
 from ..checkpoint import CheckpointInfo, reader, restore_state
 from ..errors import ModelError, TopologyError
 from ..frontends.inputs import inputs_of
@@ -62,16 +65,12 @@ class Source:
     @functools.cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The arrays that clients send, in order."""
-        import jax
-
         leaves = jax.tree.leaves(self.like)
         specs = tuple(TensorSpec(leaf.name, leaf.dtype, leaf.shape) for leaf in leaves)
         return specs if self.tables is None else self.tables.specs(specs)
 
     def batch(self, arrays: list[Any]) -> Any:
         """The batch that the forward pass takes."""
-        import jax
-
         structure = jax.tree.structure(self.like)
         count = structure.num_leaves
         tree = jax.tree.unflatten(structure, arrays[:count])
@@ -89,8 +88,6 @@ class Source:
         if self.tables is None or rows is None:
             return arrays
         added = self.tables.added(rows, arrays)
-        import jax
-
         return [a.astype(jax.dtypes.canonicalize_dtype(a.dtype)) for a in arrays] + added
 
     @property
@@ -188,8 +185,6 @@ class Source:
             return self._kept_in_turn(state)
 
     def _kept_in_turn(self, state: TrainState) -> TrainState:
-        import jax
-
         dtypes = {info.path: info.dtype for _, info in self._infos()}
         different = [p for p in state.params if str(state.params[p].dtype) != dtypes[p]]
         if different:
@@ -232,8 +227,6 @@ class Source:
 
     def _shapes(self, name_and_dtype: Callable[[Any], tuple[str, str]]) -> TrainState:
         """Shapes in their own dims, with the shardings of serving."""
-        import jax
-
         placed = {entry.info.path: entry for entry in self.steps.placed}
 
         def shape(info: Any, dtype: str) -> Any:
@@ -276,9 +269,9 @@ def source_of(
         if params is not None:
             raise ModelError(f"{path} holds the values of its model: leave params= out.")
     elif isinstance(model, Program) and params is not None:
-        from ..frontends.given import given_values
+        from ..frontends.program_values import program_values
 
-        given_values(model, params)  # raises where they do not fit
+        program_values(model, params)  # raises where they do not fit
     elif params is not None:
         from ..frontends.jax import makes_parameters
 
@@ -415,9 +408,6 @@ def _eight_bits(floats: Source, strategy: Any, example: Any) -> Source:
 
     Its forward pass is that of the first one, of zeros; the others have the same layers.
     """
-    import jax
-    import jax.numpy as jnp
-
     from ..frontends.keras.forward import forward_of, quantized
 
     assert floats.make is not None
@@ -469,8 +459,6 @@ def _forward_program(function: Any, params: Any) -> Program:
 
 def _placement(strategy: Any) -> Any:
     """The placement of a strategy, of a mesh, or of one device."""
-    import jax
-
     if strategy is None:
         return Placement.of(Mesh({"batch": 1}, jax.local_devices()[:1]))
     if isinstance(strategy, Mesh):

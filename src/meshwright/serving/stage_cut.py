@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
+
 from ..errors import ModelError, PipelineError
 from ..layouts.mesh import Mesh
 from ..stages.cuts import line_cuts
@@ -38,8 +41,6 @@ class Stage:
     @property
     def is_here(self) -> bool:
         """Whether its devices are of this process."""
-        import jax
-
         return self.process == jax.process_index()
 
 
@@ -70,8 +71,6 @@ def meshes_of(mesh: Mesh, axis: str) -> list[Mesh]:
     >>> [part.axes for part in meshes_of(create_mesh({"stage": 2, "model": 4}), "stage")]
     [(('stage', 1), ('model', 4)), (('stage', 1), ('model', 4))]
     """
-    import numpy as np
-
     grid = np.empty(mesh.size, object)
     grid[:] = mesh.devices
     grid = grid.reshape(mesh.shape)
@@ -140,8 +139,6 @@ def _first_read(line: Line, place: int) -> Paths:
 
 def line_of(forward: Forward, shape: Shape) -> Line:
     """The equations of a forward pass for a batch of this shape."""
-    import jax
-
     bare = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     params, state = bare(forward.state.params), bare(forward.state.state)
     batch = forward.source.batch(forward.shapes_of(shape))

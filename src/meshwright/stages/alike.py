@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from .. import _compat
 from ..jaxprs.signatures import signs_of
 
@@ -43,8 +46,6 @@ def alike(
     called with the arguments by name, and for each argument and each result with the members of its
     stacks by path.
     """
-    import jax
-
     closed, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
     closed = _compat.written_out(closed)
     invars = jax.tree.unflatten(jax.tree.structure(tuple(shapes)), closed.jaxpr.invars)
@@ -182,8 +183,6 @@ class _Values:
 
     def stack(self, atoms: Sequence[Any]) -> Any:
         """The stack of these variables, with zeros in places that are left empty."""
-        import jax.numpy as jnp
-
         by_place = {place: atom for place, atom in enumerate(atoms) if atom is not None}
         tags = {place: _tag(atom, self._groups.tags) for place, atom in by_place.items()}
         families = {tag[0] for tag in tags.values() if tag is not None}
@@ -196,8 +195,6 @@ class _Values:
 
     def take(self, number: int, eqn: Any) -> None:
         """One equation; of a group all at once, where the first of them stands."""
-        import jax
-
         group = self._groups.group_of.get(number)
         if group is None:
             values = _compat.evaluate(eqn, [self.value(atom) for atom in eqn.invars])

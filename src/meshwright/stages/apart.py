@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from ..jaxprs.rows import RowsMixError, row_dims
 from .parts import Blocks
 
@@ -50,8 +52,6 @@ def _is_same(small: Any, large: Any) -> bool:
 
 def _traced(blocks: Blocks) -> Any:
     """A block and the gradient of its input, which custom rules may compute in their own way."""
-    import jax
-
     functions, arguments = blocks.functions, blocks.traced.arguments
     by_name = {name: var for var, name in arguments.items()}
     own = [by_name[row[0]].aval for row in blocks.own] + _differing(blocks)
@@ -70,6 +70,4 @@ def _traced(blocks: Blocks) -> Any:
 
 
 def _shape(aval: Any) -> Any:
-    import jax
-
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

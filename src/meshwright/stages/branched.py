@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ..errors import PipelineError
 from ..layouts.placement import Placement
 from ..program import Arrays, Batch, Program, TrainState
@@ -154,8 +157,6 @@ class ForkRunner:
 
     def __call__(self, whole: TrainState, leaves: Sequence[Any]) -> Taken:
         """Of a state with packs, and the leaves of a batch."""
-        import jax
-
         packs = self.packing.packs.params
         own = [whole.params[path] for path in packs]
         others = {p: v for p, v in whole.params.items() if p not in packs}
@@ -183,8 +184,6 @@ class ForkRunner:
     def _on_device(
         self, number: Any, own: list[Any], others: Arrays, rest: TrainState, leaves: list[Any]
     ) -> tuple[list[Any], Arrays, list[Any]]:
-        import jax
-
         def loss(own: list[Any], others: Arrays) -> tuple[Any, list[Any]]:
             results = _OnDevice(self, number[0], own, others, rest, leaves).results()
             return results[0], results[1:]
@@ -232,8 +231,6 @@ class _OnDevice:
 
     def _region(self, region: Region, enters: list[Any]) -> dict[Any, Any]:
         """What is read after the join, of what is computed before the fork."""
-        import jax
-
         read = {p for d in range(self._forks.devices) for p in self._forks.params(region, d)}
         shared = {path: value for path, value in self._others.items() if path in read}
         joined = jax.custom_vjp(lambda *values: self._forward(region, *values)[0])
@@ -247,8 +244,6 @@ class _OnDevice:
     def _forward(
         self, region: Region, own: list[Any], shared: Arrays, enters: list[Any]
     ) -> tuple[list[Any], Any]:
-        import jax
-
         def differentiated(device: int) -> tuple[list[Any], list[Any]]:
             weights = self._weights(region, device, own, shared)
             inside = lambda weights, enters: self._leaves_of(region, device, weights, enters)  # noqa: E731
@@ -316,14 +311,10 @@ class _OnDevice:
         return line.evaluate(region.leaves[device], values)
 
     def _switch(self, branch: Callable[[int], Any]) -> Any:
-        import jax
-
         branches = [lambda d=d: branch(d) for d in range(self._forks.devices)]
         return jax.lax.switch(self._number, branches)
 
     def _summed(self, values: Any) -> Any:
-        import jax
-
         return jax.tree.map(lambda value: summed(value, self._runner.axis), values)
 
     def _exactly(self, value: Any, by_row: bool) -> Any:
@@ -331,6 +322,4 @@ class _OnDevice:
 
 
 def _zeros(like: Any) -> Any:
-    import jax.numpy as jnp
-
     return jnp.zeros(like.shape, like.dtype)

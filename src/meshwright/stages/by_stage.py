@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from ..jaxprs.slices import variables
 from .evaluating import evaluated
 from .line import slice_of
@@ -37,8 +40,6 @@ class Piece(NamedTuple):
 
 def packed_row(pieces: Sequence[Piece], values: Mapping[str, Any], length: int, dtype: Any) -> Any:
     """Arrays of one stage, flat and each in its place, with zeros elsewhere."""
-    import jax.numpy as jnp
-
     parts, end = [], 0
     for piece in pieces:
         parts += [jnp.zeros([piece.offset - end], dtype)]
@@ -73,8 +74,6 @@ class ByStage:
 
     def __call__(self, *parts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
         """Of dicts with packs, shaped ``(stages, length)``, in place of what is in them."""
-        import jax
-
         closed, results = jax.make_jaxpr(self.function, return_shape=True)(*self.shapes)
         jaxpr = closed.jaxpr
         invars = jax.tree.unflatten(jax.tree.structure(tuple(self.shapes)), jaxpr.invars)
@@ -172,8 +171,6 @@ class _Dealt:
 
     def meet(self, outputs: Sequence[Any]) -> None:
         """Compute what all stages have alike, one meeting after the other, with what is wanted."""
-        import jax
-
         for var in variables(outputs):
             if var in self._owner:
                 self._send(var)
@@ -218,9 +215,6 @@ class _Dealt:
 
     def _by_stage(self, branch: Any, sums: bool) -> Any:
         """What each stage computes: the sum over stages, or their rows one below the other."""
-        import jax
-        import jax.numpy as jnp
-
         read = {v for eqn in self._eqns for v in variables(eqn.invars)}
         shared = {v: x for v, x in self._shared.items() if v in read}
         names, spec = list(shared), jax.sharding.PartitionSpec
@@ -257,9 +251,6 @@ def summed(value: Any, axis: str) -> Any:
 
     XLA's CPU compiler ends the process at sums of 16-bit floats there, so it gets 32 bits.
     """
-    import jax
-    import jax.numpy as jnp
-
     if value.dtype == bool:
         return jax.lax.psum(value.astype("int32"), axis) > 0
     if not jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.itemsize > 2:

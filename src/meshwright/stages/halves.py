@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+
 from .. import _compat
 from ..jaxprs.flops import equation_flops
 from ..jaxprs.narrowest import narrowest
@@ -30,8 +32,6 @@ class Halves:
     """
 
     def __init__(self, block: Callable[..., list[Any]], params: Any, rest: Any, x: Any) -> None:
-        import jax
-
         inputs, self._inputs = jax.tree.flatten((params, rest, x))
         trees: list[Any] = []
 
@@ -101,8 +101,6 @@ class _Equations:
     """A function of flat values as equations, those of calls among them."""
 
     def __init__(self, function: Callable[..., Any], shapes: Sequence[Any]) -> None:
-        import jax
-
         traced = jax.make_jaxpr(function)(*shapes)
         closed = jax.make_jaxpr(lambda *flat: _inlined(traced, flat))(*shapes)
         jaxpr = closed.jaxpr
@@ -195,6 +193,4 @@ def _nbytes(var: Var) -> int:
 
 
 def _shape(atom: Any) -> Any:
-    import jax
-
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)

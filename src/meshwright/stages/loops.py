@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
 from .. import _compat
 from ..jaxprs.primitives import opened
 from ..jaxprs.slices import Var, needed
@@ -29,8 +33,6 @@ class Entries:
 
 def without_loops(traced: Traced) -> Traced | None:
     """The same loss with its loop over the most weights written out; ``None`` if it has none."""
-    import jax
-
     jaxpr = traced.closed.jaxpr
     params = [var for var, (part, _) in traced.arguments.items() if part == "params"]
     stacked = looped_weights(jaxpr, params)
@@ -77,9 +79,6 @@ def looped_weights(jaxpr: Any, params: Iterable[Var]) -> set[Var]:
 def without_loops_over(closed: Any, arguments: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr for arguments of which some are entries: the loops over those are
     written out."""
-    import jax
-    from jax.extend.core import jaxpr_as_fun
-
     counts = [len(of.values) if isinstance(of, Entries) else None for of in arguments]
     flat = [one for of in arguments for one in (of.values if isinstance(of, Entries) else [of])]
 
@@ -96,8 +95,6 @@ def without_loops_over(closed: Any, arguments: Sequence[Any]) -> list[Any]:
 
 def _written_out_for(run: Callable[..., list[Any]], shapes: Sequence[Any]) -> Any:
     """The equations of a function that are needed, with equal constants once."""
-    import jax
-
     closed = with_equal_constants_once(jax.make_jaxpr(run)(*shapes))
     eqns = closed.jaxpr.eqns
     kept = [eqns[number] for number in needed(eqns, closed.jaxpr.outvars)]
@@ -160,8 +157,6 @@ def _evaluated(closed: Any, arguments: Sequence[Any]) -> list[Any]:
 
 
 def _results(eqn: Any, read: Sequence[Any]) -> list[Any]:
-    import jax
-
     if not any(isinstance(value, Entries) for value in read):
         return _compat.evaluate(eqn, list(read))
     if eqn.primitive.name in _SAME_ENTRIES:
@@ -179,8 +174,6 @@ def _results(eqn: Any, read: Sequence[Any]) -> list[Any]:
 
 def _written_out(eqn: Any, read: Sequence[Any]) -> list[Any]:
     """The results of a loop, step by step."""
-    import jax.numpy as jnp
-
     length, body = eqn.params["length"], eqn.params["jaxpr"]
     first, carried = _compat.scan_counts(eqn)
     constants, carry = list(map(_whole, read[:first])), list(map(_whole, read[first:][:carried]))
@@ -199,6 +192,4 @@ def _entries(value: Any, length: int) -> Sequence[Any]:
 
 
 def _whole(value: Any) -> Any:
-    import jax.numpy as jnp
-
     return jnp.stack(value.values) if isinstance(value, Entries) else value

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ..errors import PipelineError
 from ..layouts.layout import UNSHARDED, Layout
 from ..layouts.params import ParamInfo, Placed
@@ -144,8 +147,6 @@ class Packing(Stacking):
         return TrainState(*map(self._unpacked, state, self.packs))
 
     def _packed(self, values: Arrays, packs: Mapping[str, Pack]) -> Arrays:
-        import jax.numpy as jnp
-
         values = dict(values)
         for path, pack in packs.items():
             if all(member in values for member in pack.members):
@@ -160,8 +161,6 @@ class Packing(Stacking):
         return values
 
     def _unpacked(self, values: Arrays, packs: Mapping[str, Pack]) -> Arrays:
-        import jax
-
         whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         values = dict(values)
         for path, pack in packs.items():

@@ -12,6 +12,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from ..jaxprs.row_parts import Pieces, in_parts
 from ..program import Arrays
 from .halves import Halves
@@ -64,8 +67,6 @@ class Passes:
     def _by_block(self) -> list[Own]:
         """The arrays of each block of a run, with a dim of repeats: cut apart before the loop over
         ticks, for a CPU copies what it takes from a stack whenever it takes it."""
-        import jax
-
         alone = self.own._replace(counted=[])
         return [
             jax.tree.map(lambda values, number=number: values[:, number], alone)
@@ -82,8 +83,6 @@ class Passes:
         return [[self._zeros_like(param, 1) for param in own.params] for own in self._blocks]
 
     def _zeros_like(self, param: Any, dim: int) -> Any:
-        import jax.numpy as jnp
-
         if self._setting.pieces == 1:
             return jnp.zeros_like(param)
         dims = *param.shape[:dim], self._setting.pieces, *param.shape[dim:]
@@ -91,8 +90,6 @@ class Passes:
 
     def joined(self, grads: Any) -> list[Any]:
         """The same by place, as parameters are stored; pieces of rows come first."""
-        import jax.numpy as jnp
-
         if self._blocks is not None:
             grads = [jnp.stack(by_block, 1) for by_block in zip(*grads, strict=True)]
         grads = [grad.reshape(-1, *grad.shape[2:]) for grad in grads]
@@ -107,16 +104,12 @@ class Passes:
     def no_grads_around(self, nothing: list[Any]) -> tuple[Arrays, Arrays]:
         """Zeros that :meth:`at_input` and :meth:`at_own_loss` add to; ``nothing`` are zeros like a
         result of a block."""
-        import jax
-
         before = jax.eval_shape(lambda: self._of_input(nothing, 0))
         after = jax.eval_shape(lambda: self._of_loss(nothing, 0)[1])
         return self._zeros_of_rows(before, self.before), self._zeros_of_rows(after, self.after)
 
     def _zeros_of_rows(self, shapes: Arrays, params: Arrays) -> Arrays:
         """Zeros of these shapes; gradients in parts have a dim of them in front."""
-        import jax.numpy as jnp
-
         zeros = {path: jnp.zeros(of.shape, of.dtype) for path, of in shapes.items()}
         return {
             path: self._setting.laid(value, 0) if value.ndim > params[path].ndim else value
@@ -129,7 +122,6 @@ class Passes:
 
     def _of_input(self, gradient: list[Any], micro: Any) -> Arrays:
         """Gradients of what comes before the blocks, of one micro-batch."""
-        import jax
 
         def grads(params: Arrays, gradient: list[Any]) -> tuple[tuple[()], Arrays]:
             _, pull = jax.vjp(lambda params: self._head(params, micro), params)
@@ -140,8 +132,6 @@ class Passes:
     def _in_parts(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function(...) -> (others, gradients)`` with a part per piece of the rows where it can:
         else each tick would sum over devices what only the end of the step needs."""
-        import jax
-
         if self._setting.pieces == 1:
             return function
         mesh, rows = jax.sharding.get_abstract_mesh(), self._micros[0].shape[1]
@@ -158,8 +148,6 @@ class Passes:
 
     def _first_part(self, grad: Any) -> Any:
         """Parts of a gradient that has none: all of it, and zeros."""
-        import jax.numpy as jnp
-
         rest = jnp.zeros((self._setting.pieces - 1, *grad.shape), grad.dtype)
         return jnp.concatenate([grad[None], rest])
 
@@ -179,8 +167,6 @@ class Passes:
 
     def _of_loss(self, y: list[Any], micro: Any) -> tuple[tuple[list[Any], list[Any]], Arrays]:
         """The gradient of ``y`` and what metrics need, and gradients of one micro-batch."""
-        import jax
-
         functions = self._functions
 
         def tail(params: Arrays, y: list[Any]) -> Any:
@@ -217,8 +203,6 @@ class Passes:
     ) -> tuple[Arrays, Arrays]:
         """The same of all micro-batches, in their order: of each one what :meth:`at_own_loss` gave,
         as arrays with a dim of a stage's micro-batches in front."""
-        import jax
-        import jax.numpy as jnp
 
         def in_order(values: Any) -> Any:
             every = jax.lax.all_gather(values, self._setting.axis)  # the last stage has the first
@@ -315,20 +299,14 @@ class Passes:
 
     @functools.cached_property
     def _halves(self) -> Halves:
-        import jax
-
         def arguments() -> tuple[Any, Any, Any]:
             x = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in self._functions.enters]
             return *self._arguments(self._own(0, 0, 0), self._read(0)), self._cut(x)
-
-        import jax.numpy as jnp
 
         return Halves(self._block, *jax.eval_shape(arguments))
 
     def _block(self, params: list[Any], rest: Any, x: list[Any]) -> list[Any]:
         """One block, on every piece of the rows by itself where they leave each other alone."""
-        import jax
-
         few = self._setting.by_piece
         read = [*self._functions.constant, *self._functions.of_batch]
         if few is None:
@@ -390,8 +368,6 @@ class Passes:
 
     def per_piece(self, params: list[Any]) -> list[Any]:
         """Parameters of a block with a dim of pieces in front, one of which a device has."""
-        import jax.numpy as jnp
-
         if self._setting.by_piece is None:
             return params
         pieces, laid = self._setting.pieces, self._setting.laid
@@ -424,9 +400,6 @@ class Passes:
         would be as large as it is, and would be copied. Places that are left empty give zeros, or
         change nothing where that is written in place.
         """
-        import jax
-        import jax.numpy as jnp
-
         there, change = into or ((), None)
 
         def place(state: tuple[Any, Any], number: Any) -> tuple[tuple[Any, Any], Any]:
@@ -487,9 +460,6 @@ class Passes:
     def _unless_empty(
         self, block: Callable[..., Any], carried: Any, repeat: Any, number: Any
     ) -> tuple[Any, Any]:
-        import jax
-        import jax.numpy as jnp
-
         shapes = jax.eval_shape(lambda: block(carried, number))[1]
         nothing = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
         return self._either(

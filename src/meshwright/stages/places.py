@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 Place = tuple[Any, ...]  # an index for each of the first dims
 
 
 def entry(values: Any, place: Place) -> Any:
     """Of each array, what lies at the place."""
-    import jax
-
     if all(isinstance(at, int) for at in place):
         return jax.tree.map(lambda value: value[place], values)
 
@@ -27,7 +28,6 @@ def entry(values: Any, place: Place) -> Any:
 
 def put(values: Any, place: Place, new: Any) -> Any:
     """The arrays with new values at the place."""
-    import jax
 
     def of(value: Any, new: Any) -> Any:
         new = new.reshape(*[1] * len(place), *new.shape)
@@ -38,7 +38,6 @@ def put(values: Any, place: Place, new: Any) -> Any:
 
 def plus(values: Any, place: Place, more: Any) -> Any:
     """The arrays with more at the place."""
-    import jax
 
     def of(value: Any, more: Any) -> Any:
         starts, more = _starts(value, place), more.reshape(*[1] * len(place), *more.shape)
@@ -49,7 +48,5 @@ def plus(values: Any, place: Place, more: Any) -> Any:
 
 
 def _starts(value: Any, place: Place) -> list[Any]:
-    import jax.numpy as jnp
-
     rest = [0] * (value.ndim - len(place))
     return [jnp.asarray(at, "int32") for at in (*place, *rest)]  # where x64 is on, 0 is an int64

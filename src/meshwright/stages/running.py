@@ -12,6 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ..program import Arrays, Logs, TrainState
 from .parts import Blocks, is_trained
 from .passes import Passes
@@ -38,8 +41,6 @@ class Runner:
 
     def __call__(self, whole: TrainState, micros: Sequence[Any]) -> Taken:
         """Of a state with stacks, and the leaves of the batch as ``(micro-batches, rows, ...)``."""
-        import jax
-
         setting, functions = self.setting, self.setting.functions
         others = {p: value for p, value in whole.params.items() if p not in self.stacks}
         states, state = self._counted(whole, others, micros)
@@ -79,16 +80,12 @@ class Runner:
         return {path: value for path, value in slots.items() if path in read}
 
     def _rows(self) -> Row:
-        import jax.numpy as jnp
-
         return Row(*map(jnp.asarray, self.setting.plan.rows))
 
     def _counted(
         self, whole: TrainState, others: Arrays, micros: Sequence[Any]
     ) -> tuple[Arrays, Arrays]:
         """State that counts, as each micro-batch begins with it, and all state after the step."""
-        import jax
-
         paths = self.setting.functions.counted
         if not paths:
             return {}, dict(whole.state)
@@ -109,8 +106,6 @@ class Runner:
     ) -> list[list[Any]]:
         """What blocks differ in, by row and block, with a dim of micro-batches in front where it
         changes with them."""
-        import jax
-
         functions, arguments = self.setting.functions, self.setting.traced.arguments
         rows = functions.blocks.differing
         by_micro = list(itertools.compress(rows, functions.differs_by_micro))
@@ -129,8 +124,6 @@ class Runner:
         ]
 
     def _own(self, whole: TrainState, states: Arrays, differing: Sequence[Sequence[Any]]) -> Own:
-        import jax.numpy as jnp
-
         stacks = iter(self.stacks)
         places = self.setting.deal.places
         own = Own([], [], [], [jnp.array([block is not None for block in places])])
@@ -176,8 +169,6 @@ class Runner:
 
     def _without_frozen(self, grads: Any, stack: Any, row: Sequence[tuple[str, str]]) -> Any:
         """Gradients of a stack, with zeros in the places of frozen weights."""
-        import jax.numpy as jnp
-
         if not (frozen := self._frozen(row)):
             return grads
         return jnp.where(_at(frozen, stack, grads.ndim - stack.ndim), 0, grads)
@@ -186,8 +177,6 @@ class Runner:
 
     def _over_stages(self, out_specs: Any) -> Any:
         """The loop over ticks on every stage, each with its own arrays and column of rows."""
-        import jax
-
         axis, spec = self.setting.axis, jax.sharding.PartitionSpec
         along, by_tick = spec(axis), spec(None, axis)
         return jax.shard_map(
@@ -209,8 +198,6 @@ class Runner:
         one, if they are few; others read it where it lies, and their compilers take long for many
         blocks. A GPU copies every buffer that a branch writes.
         """
-        import jax
-
         few = 1 < self.setting.deal.most <= _FEW_BLOCKS
         on_cpu = replace(self.setting, unrolls=True) if few else self.setting
         on_gpu = replace(self.setting, in_branches=False)
@@ -232,8 +219,6 @@ class Runner:
         micros: Any,
         rows: Row,
     ) -> Any:
-        import jax
-
         passes = self._passes(setting, own, others, state, rest, shared, micros)
         ticks = Ticks(setting, passes)
         last = ticks.first()
@@ -249,7 +234,5 @@ class Runner:
 
 def _at(places: Collection[int], stack: Any, before: int) -> Any:
     """Whether each place of a stack is one of these, behind some dims and in front of others."""
-    import jax.numpy as jnp
-
     are = jnp.array([place in places for place in range(len(stack))])
     return are.reshape([1] * before + [-1] + [1] * (stack.ndim - 1))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+
 from ..program import Arrays
 from .deal import Deal
 from .parts import Blocks, is_trained
@@ -119,8 +121,6 @@ class Setting:
 
     def either(self, holds: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         """One of two results; both are computed where devices must stay together."""
-        import jax
-
         if self.skips and self.by_rules:
             # XLA refuses branches whose results ask for different layouts.
             barrier = jax.lax.optimization_barrier
@@ -136,8 +136,6 @@ class Setting:
 
     def laid(self, value: Any, dim: int) -> Any:
         """An activation, or buffers of it, with the rows in ``dim`` over the axes of the batch."""
-        import jax
-
         spec, pieces = jax.sharding.PartitionSpec, self.pieces
         if pieces == 1 or value.ndim <= dim or value.shape[dim] % pieces:
             return value
@@ -152,8 +150,6 @@ class Setting:
 def laid_exactly(value: Any, by_row: bool, rows: tuple[str, ...], mesh: Any) -> Any:
     """A value with its rows over axes of a mesh, or whole on each device: what XLA would split
     further it would join by collectives that not all stages take part in."""
-    import jax
-
     spec, pieces = jax.sharding.PartitionSpec, math.prod(mesh.shape[axis] for axis in rows)
     if pieces == 1:
         return value

@@ -15,6 +15,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..layouts.params import ParamInfo, Placed
@@ -185,8 +188,6 @@ class Stacking:
         self, how: Literal["stack", "unstack"], state: TrainState, layouts: TrainState
     ) -> TrainState:
         """A state that is moved by a function that is compiled once for the arrays that it has."""
-        import jax
-
         key = how, *map(frozenset, state)
         if key not in self._movers:
             function = getattr(self, how)
@@ -302,8 +303,6 @@ def _slots_of(program: Program, row: Sequence[str | None]) -> list[tuple[str | N
 
 
 def _stacked(values: Arrays, stacks: Sequence[Stack]) -> Arrays:
-    import jax.numpy as jnp
-
     values = dict(values)
     for stack in _made_here(stacks):
         if all(member in values for member in stack.members):

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ..errors import BatchError, PipelineError
 from ..jaxprs.row_sums import Meeting, Sum
 from ..layouts.params import ParamInfo
@@ -326,8 +329,6 @@ class Staged:
         Rows travel to the devices of their micro-batch, so that what is drawn for a row by its
         place in the batch is the same on every mesh.
         """
-        import jax
-
         count = self.pipeline.micro_batches
         leaves, _ = leaves_of(batch)
         rows = leaves[0].shape[0]
@@ -559,8 +560,6 @@ def over_stacks(program: Program, stacking: Stacking) -> Program:
 
 
 def abstract_of(program: Program) -> TrainState:
-    import jax.numpy as jnp
-
     return TrainState(
         *({i.path: shape_of(i.dims, jnp.dtype(i.dtype)) for i in part} for part in program.parts)
     )
@@ -575,8 +574,6 @@ def _micro(example: Batch, count: int) -> Batch:
 
 def leaves_of(batch: Batch) -> tuple[Sequence[Any], Any]:
     """The arrays of a batch; raises :class:`BatchError` for one without rows."""
-    import jax
-
     leaves, tree = jax.tree.flatten(batch)
     rows = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(rows) != 1 or None in rows:
@@ -589,6 +586,4 @@ def leaves_of(batch: Batch) -> tuple[Sequence[Any], Any]:
 
 
 def shape_of(dims: Sequence[int], dtype: Any) -> Any:
-    import jax
-
     return jax.ShapeDtypeStruct(tuple(dims), dtype)

@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from .passes import Kept, Passes
 from .places import entry, put
 from .plan import Phase, Row
@@ -48,8 +51,6 @@ class Ticks:
 
     def first(self) -> Carry:
         """Before the first tick."""
-        import jax.numpy as jnp
-
         plan, traced, passes = self._setting.plan, self._setting.traced, self._passes
 
         def buffers(count: int) -> list[Any]:
@@ -87,9 +88,6 @@ class Ticks:
 
     def _no_losses(self, buffers: Callable[[int], list[Any]], grads: Any) -> dict[str, Any]:
         """Before the first tick, of what all stages do after the blocks."""
-        import jax
-        import jax.numpy as jnp
-
         table, at_loss = self._table, self._passes.at_own_loss
         shapes = jax.eval_shape(lambda: at_loss(self._nothing(), grads, 0)[2])
         count = table.micro_batches // table.stages
@@ -102,16 +100,12 @@ class Ticks:
         }
 
     def _nothing(self) -> list[Any]:
-        import jax.numpy as jnp
-
         enters = self._setting.functions.enters
         return [self._setting.laid(jnp.zeros(v.aval.shape, v.aval.dtype), 0) for v in enters]
 
     @functools.cached_property
     def _residuals(self) -> Any:
         """The shapes of what a forward pass keeps, if anything beside its input."""
-        import jax
-
         if self._setting.recompute:
             return ()
         return jax.eval_shape(lambda: self._passes.forward(self._nothing(), 0, 0)[1])
@@ -119,25 +113,17 @@ class Ticks:
     @functools.cached_property
     def _cuts(self) -> Any:
         """The shapes of what gradients of weights wait for, if they do."""
-        import jax
-
         if not self._waits:
             return ()
         residuals, nothing = Kept(self._zeros(self._residuals)), self._nothing()
         return jax.eval_shape(lambda: self._passes.backward(residuals, nothing, None, 0, 0)[1])
 
     def _zeros(self, shapes: Any) -> Any:
-        import jax
-        import jax.numpy as jnp
-
         return jax.tree.map(
             lambda shape: self._by_piece(jnp.zeros(shape.shape, shape.dtype), 0), shapes
         )
 
     def _buffers(self, count: int, shapes: Any) -> Any:
-        import jax
-        import jax.numpy as jnp
-
         def of(shape: Any) -> Any:
             return self._by_piece(jnp.zeros((count, *shape.shape), shape.dtype), 1)
 
@@ -187,8 +173,6 @@ class Ticks:
     ) -> tuple[list[Any], Carry]:
         """With losses and their gradients, in the ticks that have them, and the gradients a stage
         further."""
-        import jax
-        import jax.numpy as jnp
 
         def work() -> tuple[Any, ...]:
             at_loss = self._passes.at_own_loss
@@ -215,15 +199,11 @@ class Ticks:
 
     def _sent_around(self, carry: Carry, row: Row, y: list[Any]) -> list[Any]:
         """What goes around, a stage further, with the last stage's result in it."""
-        import jax.numpy as jnp
-
         is_last = self._is_last(row.stage, row.forward_repeat)
         around = [jnp.where(is_last, *of) for of in zip(y, carry.around, strict=True)]
         return self._send(around, 1, goes_around=True)
 
     def _send(self, values: list[Any], step: int, goes_around: bool = False) -> list[Any]:
-        import jax
-
         count = self._table.stages
         pairs = [(stage, (stage + step) % count) for stage in range(count)]
         if self._table.repeats == 1 and not goes_around:
@@ -241,8 +221,6 @@ class Ticks:
 
     def _forward(self, phase: Phase, carry: Carry, row: Row) -> tuple[Carry, list[Any]]:
         """The stage's result, beside what it keeps."""
-        import jax.numpy as jnp
-
         if not phase.forward:
             return carry, self._nothing()
         is_working = row.forward >= 0
@@ -340,8 +318,6 @@ class Ticks:
         self, carry: Carry, row: Row, y: list[Any], arrived: list[Any]
     ) -> tuple[dict[str, Any], list[Any]]:
         """The gradient of a stage's result, beside what the loss of a micro-batch changes."""
-        import jax.numpy as jnp
-
         is_last = self._is_last(row.stage, row.backward_repeat)
         if self._shares_loss:
             both = zip(carry.coming, arrived, strict=True)
@@ -355,8 +331,6 @@ class Ticks:
     def _in_halves(self, carry: Carry, row: Row) -> tuple[dict[str, Any], list[Any]]:
         """The same where some gradients of weights wait. Branches stand side by side: what a branch
         within another one passes on is copied."""
-        import jax
-
         micro, repeat = row.backward, row.backward_repeat
         works, waits = row.backward >= 0, row.cut_slot >= 0
         arrived, own = entry(carry.gradients, (row.gradient_slot,)), carry.own_grads
@@ -383,8 +357,6 @@ class Ticks:
 
     def _late_weights(self, phase: Phase, carry: Carry, row: Row) -> Carry:
         """With the gradients of weights that waited, if any did."""
-        import jax
-
         if not (self._waits and phase.weights):
             return carry
 
@@ -404,8 +376,6 @@ class Ticks:
 def _one_after_the_other(values: Any) -> Any:
     """The values, all of which are there before any is used, on a CPU: stages that wait for each
     other in several collectives at once need more threads than its client has."""
-    import jax
-
     barrier = jax.lax.optimization_barrier
     return jax.lax.platform_dependent(values, cpu=barrier, default=lambda values: values)
 

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ..program import Arrays, TrainState
 from .by_stage import from_row, packed_row
 from .packing import Pack, Packing
@@ -46,8 +49,6 @@ class UnequalPasses(Passes):
 
     def at_loss(self, y: list[Any], results: dict[str, Any], micro: Any) -> Any:
         """Metrics, statistics and logs with those of a micro-batch, and the gradient of ``y``."""
-        import jax
-
         traced, segments = self._setting.traced, self._segments
         carried = results["metrics"]
         rest = self.rest._replace(metrics=carried["metrics"])
@@ -84,7 +85,6 @@ class UnequalPasses(Passes):
         self, x: list[Any], micro: Any, repeat: Any, into: Kept | None = None
     ) -> tuple[list[Any], Any]:
         """The same, and what its gradients need; buffers with it, where they are given."""
-        import jax
 
         def branch(stage: int) -> tuple[list[Any], list[Any]]:
             return self._differentiated(stage, x, micro)
@@ -103,8 +103,6 @@ class UnequalPasses(Passes):
 
     def no_grads(self) -> list[Any]:
         """Zeros that :meth:`backward` adds to: rows of weights, each with a part per piece."""
-        import jax.numpy as jnp
-
         dims = [(1, self._setting.pieces, *param.shape[2:]) for param in self.own.params]
         zeros = map(jnp.zeros, dims, [param.dtype for param in self.own.params])
         return [[self._setting.laid(value, 1) for value in zeros]]
@@ -144,8 +142,6 @@ class UnequalPasses(Passes):
 
     def _differentiated(self, stage: int, x: list[Any], micro: Any) -> tuple[list[Any], list[Any]]:
         """A stage's results, and what its gradients need beside its weights."""
-        import jax
-
         weights = self._weights(stage)
         y, pull = jax.vjp(lambda w, x: self._leaves_of(stage, w, x, micro), weights, x)
         leaves, tree = jax.tree.flatten(pull)
@@ -163,14 +159,10 @@ class UnequalPasses(Passes):
         return self._segments.count
 
     def _switch(self, branch: Callable[[int], Any]) -> Any:
-        import jax
-
         branches = [lambda stage=stage: branch(stage) for stage in range(self._count)]
         return jax.lax.switch(self.own.fixed[0][0, 0], branches)
 
     def _nothing(self) -> list[Any]:
-        import jax.numpy as jnp
-
         return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in self._segments.enters]
 
     def _weights(self, stage: int) -> Arrays:
@@ -186,8 +178,6 @@ class UnequalPasses(Passes):
 
     def _rows(self, stage: int, grads: Arrays, weights: Arrays) -> list[Any]:
         """Gradients as the parameters of a stage lie, with a part per piece."""
-        import jax.numpy as jnp
-
         parts = {path: self._as_parts(grad, weights[path].ndim) for path, grad in grads.items()}
         rows = [self._row(pack, stage, parts) for pack in self._packing.packs.params.values()]
         for path, value in zip(self._segments.shared, self.own.params[len(rows) :], strict=True):
@@ -197,8 +187,6 @@ class UnequalPasses(Passes):
 
     def _row(self, pack: Pack, stage: int, parts: Arrays) -> Any:
         """The gradients of a stage's arrays in a pack, flat, with a part per piece."""
-        import jax
-
         own = [piece for piece in pack.pieces if piece.stage == stage]
 
         def flat(of_piece: Arrays) -> Any:
@@ -222,9 +210,6 @@ class UnequalRunner(Runner):
 
     def __call__(self, whole: TrainState, micros: Sequence[Any]) -> Taken:
         """Of a state with packs, and the leaves of the batch as ``(micro-batches, rows, ...)``."""
-        import jax
-        import jax.numpy as jnp
-
         setting, segments = self.setting, self.segments
         packs, shared, count = self.packing.packs.params, segments.shared, segments.count
         others = {p: v for p, v in whole.params.items() if p not in packs and p not in shared}

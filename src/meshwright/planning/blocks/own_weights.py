@@ -10,6 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+from jax.extend.core import jaxpr_as_fun
+
 from ...layouts.layout import Layout
 from ...layouts.params import ParamInfo
 from ...program import Arrays, Aux, Batch, Program, TrainState, shapes_of
@@ -85,8 +88,6 @@ def _entries(
 
 def _loss_by_entry(program: Program, turns: Sequence[_Turn]) -> Callable[..., tuple[Any, Aux]]:
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
-        import jax
-
         def whole_loss(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Any, Aux]:
             return program.loss(params, whole._replace(params=params), batch, training)
 
@@ -118,8 +119,6 @@ def _stacks(described: AbstractStep) -> Paths:
         return program.loss(params, whole._replace(params=params), batch, True)
 
     def trace() -> Any:
-        import jax
-
         params, *rest = map(shapes_of, program.parts)
         batch = described.batch[0] if described.how.batches > 1 else described.batch
         args = params, TrainState({}, *rest), jax.tree.map(_shape_of, batch)
@@ -227,9 +226,6 @@ def _in_turns(program: Program, turns: Sequence[_Turn]) -> Callable[..., tuple[A
     first one's."""
 
     def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
-        import jax
-        from jax.extend.core import jaxpr_as_fun
-
         new: tuple[Arrays, Arrays] = ({}, {})
         step = results = None
         for turn in turns:
@@ -289,8 +285,6 @@ def _plain(info: ParamInfo, path: str) -> ParamInfo:
 
 def _shape_of(value: Any) -> Any:
     """The shape of an array, or of the stack of its entries."""
-    import jax
-
     if isinstance(value, Entries):
         one = value.values[0]
         return jax.ShapeDtypeStruct((len(value.values), *one.shape), one.dtype)

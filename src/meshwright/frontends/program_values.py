@@ -18,14 +18,14 @@ from .jax import arrays_of, makes_parameters
 from .trees import Tree
 
 
-def given_values(program: Program, params: Any) -> TrainState:
+def program_values(program: Program, params: Any) -> TrainState:
     """The arrays by path, where they lie; the state is empty unless ``params`` has one.
 
     Raises :class:`~meshwright.ModelError` that lists everything in which they do not fit.
 
     >>> import jax.numpy as jnp, optax, meshwright as mw
     >>> program = mw.jax_program(lambda p, x: jnp.mean(x @ p["w"]), {"w": np.ones(2)}, optax.sgd(1))
-    >>> given_values(program, {"w": np.ones(3)})
+    >>> program_values(program, {"w": np.ones(3)})
     Traceback (most recent call last):
     ...
     meshwright.errors.ModelError: params= does not fit program 'program':
