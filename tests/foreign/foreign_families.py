@@ -187,7 +187,7 @@ FAMILIES = {
         lambda: application("MobileNet", 224, classes=1000),
     ),
 }  # fmt: skip
-MORE = {  # planned for one target each
+MORE = {
     "Falcon": _language_model(
         t.FALCON, width=4544, heads=71, head_dim=64, hidden=18_176, vocabulary=65_024, length=1024,
         splits=tuple(p for p in RULES if "query" not in p and "out/" not in p),  # 71 heads
