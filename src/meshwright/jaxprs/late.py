@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _compat
+from .evaluation import evaluated
 from .primitives import CHECKPOINTS
 
 _INLINED = CHECKPOINTS | {"jit"}
@@ -59,16 +60,7 @@ def made_late(function: Callable[..., Any], inputs: Any) -> Any:
 
 
 def _evaluated(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    known |= zip(jaxpr.invars, inputs, strict=True)
-
-    def value(atom: Any) -> Any:
-        return atom.val if hasattr(atom, "val") else known[atom]
-
-    for eqn in jaxpr.eqns:
-        results = _results(eqn, [value(atom) for atom in eqn.invars])
-        known |= zip(eqn.outvars, results, strict=True)
-    return [_made(value(atom)) for atom in jaxpr.outvars]
+    return list(map(_made, evaluated(jaxpr, consts, inputs, _results)))
 
 
 def _results(eqn: Any, values: list[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from .. import _compat
+from ..jaxprs.evaluation import evaluated, read
 from ..jaxprs.flops import equation_flops
 from ..jaxprs.narrowest import narrowest
 from ..jaxprs.primitives import TABLE, inner_jaxprs, opened
@@ -115,13 +116,10 @@ class _Equations:
         value_of = {**self._constants, **dict(zip(inputs, values, strict=True))}
         for number in self._slice(outputs, value_of):
             eqn = self.eqns[number]
-            read = [_value(value_of, atom) for atom in eqn.invars]
-            value_of |= {
-                var: value
-                for var, value in zip(eqn.outvars, _compat.evaluate(eqn, read), strict=True)
-                if var not in value_of
-            }
-        return [_value(value_of, atom) for atom in outputs]
+            results = _compat.evaluate(eqn, read(eqn.invars, value_of))
+            for var, value in zip(eqn.outvars, results, strict=True):
+                value_of.setdefault(var, value)
+        return read(outputs, value_of)
 
     def costly(self, outputs: Iterable[Any]) -> list[Var]:
         """The variables of least bytes that others are cheaply computed from, beside the arguments:
@@ -146,8 +144,8 @@ class _Equations:
         """Which of ``stops`` the equations for ``outputs`` read first."""
         result: dict[Var, None] = {}
         for number in (None, *self._slice(outputs, stops)):
-            read = outputs if number is None else self.eqns[number].invars
-            result |= dict.fromkeys(var for var in variables(read) if var in stops)
+            atoms = outputs if number is None else self.eqns[number].invars
+            result |= dict.fromkeys(var for var in variables(atoms) if var in stops)
         return list(result)
 
     def made_for(self, outputs: Iterable[Any]) -> set[Var]:
@@ -166,25 +164,18 @@ class _Equations:
 
 
 def _inlined(called: Any, flat: Sequence[Any]) -> list[Any]:
-    jaxpr = opened(called)
-    values = dict(zip(jaxpr.constvars, getattr(called, "consts", ()), strict=True))
-    values |= zip(jaxpr.invars, flat, strict=True)
-    for eqn in jaxpr.eqns:
-        read = [_value(values, atom) for atom in eqn.invars]
-        inner = {} if eqn.primitive.name in LOOPS else inner_jaxprs(eqn)
-        calls = [jaxpr for jaxprs in inner.values() for jaxpr in jaxprs]
-        results = _inlined(calls[0], read) if calls else _compat.evaluate(eqn, read)
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [_value(values, atom) for atom in jaxpr.outvars]
+    return evaluated(opened(called), getattr(called, "consts", ()), flat, _without_call)
+
+
+def _without_call(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    inner = {} if eqn.primitive.name in LOOPS else inner_jaxprs(eqn)
+    calls = [jaxpr for jaxprs in inner.values() for jaxpr in jaxprs]
+    return _inlined(calls[0], operands) if calls else _compat.evaluate(eqn, operands)
 
 
 def _is_cheap(eqn: Any) -> bool:
     name = eqn.primitive.name
     return name in TABLE and name not in _DRAWS and equation_flops(eqn) == 0
-
-
-def _value(values: dict[Var, Any], atom: Any) -> Any:
-    return atom.val if hasattr(atom, "val") else values[atom]
 
 
 def _nbytes(var: Var) -> int:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from .. import _compat
+from ..jaxprs.evaluation import evaluated
 from ..jaxprs.primitives import opened
 from ..jaxprs.slices import Var, needed
 from .traced import Traced, with_equal_constants_once
@@ -147,13 +148,7 @@ def _entry_taken(eqn: Any) -> int | None:
 
 def _evaluated(closed: Any, arguments: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr, some arguments of which are entries."""
-    jaxpr = closed.jaxpr
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values |= zip(jaxpr.invars, arguments, strict=True)
-    for eqn in jaxpr.eqns:
-        read = [atom.val if hasattr(atom, "val") else values[atom] for atom in eqn.invars]
-        values |= zip(eqn.outvars, _results(eqn, read), strict=True)
-    return [_whole(atom.val if hasattr(atom, "val") else values[atom]) for atom in jaxpr.outvars]
+    return list(map(_whole, evaluated(closed.jaxpr, closed.consts, arguments, _results)))
 
 
 def _results(eqn: Any, read: Sequence[Any]) -> list[Any]:
