@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import report
 from environments import Environment, clean_environment
-from processes import Used, free_ports, load_since
-from report import machine, measure_each, parser, platforms_table
+from processes import free_ports
+from quiet import Used, load_since
 
 TRAIN = """
 import meshwright as mw
@@ -231,7 +232,7 @@ def measure(name: str) -> dict[str, Any]:
         "largest_difference": difference,
         **seen,
         "other_busy_cores": others,
-        "machine": machine(),
+        "machine": report.machine(),
     }
 
 
@@ -335,9 +336,9 @@ def versions(python: Path, package: str) -> dict[str, str]:
 
 def main() -> None:
     name = Path(__file__).stem
-    arguments = parser(__doc__, 1, platforms=PLATFORMS).parse_args()
-    measure_each(
-        name, "platform", arguments.platforms, PLATFORMS, measure, platforms_table,
+    arguments = report.parser(__doc__, 1, platforms=PLATFORMS).parse_args()
+    report.measure_each(
+        name, "platform", arguments.platforms, PLATFORMS, measure, report.platforms_table,
         dry=arguments.dry,
     )  # fmt: skip
 

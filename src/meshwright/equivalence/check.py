@@ -84,7 +84,7 @@ def _variants(case: Case, meshes: Sequence[Mesh], faults: Faults) -> list[Setup]
     result: list[Setup] = []
     placements: list[tuple[Setup, Placement]] = []
     with faults:
-        result = setups(case, meshes)
+        result = setups(case, meshes) if meshes else []
     for setup in result:
         with faults, under(setup.mesh):
             placements.append((setup, placement_of(case, setup)))
