@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import time
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,6 +136,7 @@ def killer(mark: Path, task: str) -> Callable[[], None]:
         if not mark.exists():
             mark.write_text("killed")
             os.kill(os.getppid() if task == "Spark" else os.getpid(), signal.SIGKILL)
+            time.sleep(60.0)  # it is ended with Spark's worker, and must not return before
 
     return kill_once
 
