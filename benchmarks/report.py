@@ -267,8 +267,8 @@ def loads_table() -> str:
     """What each benchmark recorded of the machine meanwhile; last those that recorded nothing."""
     rows, silent = [], []
     for path in sorted(RESULTS.glob("*.json")):
-        kept = {path.stem: json.loads(path.read_text())}
-        found = [(name, *cells(quiet)) for name, quiet in _quiets(kept)]
+        kept = json.loads(path.read_text())
+        found = [(name, *cells(quiet)) for name, quiet in _quiets(kept, path.stem)]
         rows += found
         if not found and path.stem not in TIMELESS:
             silent.append(path.stem)
