@@ -6,8 +6,8 @@ import os
 import re
 import shutil
 import signal
-import time
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
