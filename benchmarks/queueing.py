@@ -1,7 +1,7 @@
-"""What requests take at least: arrivals that meet the computation alone, without any server.
+"""The least latency of requests: what the computation alone takes, if the server cost no time.
 
-One that arrives while a batch is computed waits for its end and shares the next batch, whoever
-serves it. The seconds of a batch of each size are those of the compiled function.
+A request that arrives during a batch waits until that batch ends, and then joins the next one. No
+server can avoid that. The time of a batch of each size is that of the compiled function.
 """
 
 from __future__ import annotations

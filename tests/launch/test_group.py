@@ -27,7 +27,7 @@ from meshwright.launch.group import run_group
 from meshwright.launch.group_options import GroupOptions
 from meshwright.launch.holdups import Holdups
 from meshwright.launch.hosts import run_on_hosts
-from meshwright.launch.idleness import Idleness, _descendants, _of_all
+from meshwright.launch.idleness import _descendants, of_all
 from meshwright.launch.limits import Limits
 from meshwright.launch.native_waits import NativeWait, waits_natively
 from meshwright.launch.outside import stack_from
@@ -35,6 +35,7 @@ from meshwright.launch.processes import free_port
 from meshwright.launch.progress import Board, Progress, new_board, read_board, report_to
 from meshwright.launch.signals import Stopping
 from meshwright.launch.stalls import Seen, learn, stalls
+from meshwright.launch.standstill import Standstill
 from meshwright.launch.stragglers import Stragglers
 from meshwright.run.counted_step import CountedStep
 
@@ -255,16 +256,16 @@ def test_a_rank_that_does_nothing_while_others_wait_is_named_once_and_early():
 
 
 def test_a_process_that_sleeps_does_nothing_and_one_whose_child_computes_does(monkeypatch):
-    monkeypatch.setattr("meshwright.launch.idleness._EVERY_S", 0.02)
+    monkeypatch.setattr("meshwright.launch.standstill._EVERY_S", 0.02)
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("only Linux says what a process does")
     sleeps = subprocess.Popen(["sleep", "60"])
     works = subprocess.Popen(["sh", "-c", "sh -c 'while :; do :; done' & wait"])
-    idle_s = {sleeps.pid: Idleness(), works.pid: Idleness()}
+    idle_s = {sleeps.pid: Standstill(of_all), works.pid: Standstill(of_all)}
     looks = list[float]()
     try:
         # A second of a core, or of waiting for one: a tenth of that is seen.
-        while (sample := _of_all(works.pid, 0.0)) is not None and sample.all_ran_s < 1.0:
+        while (sample := of_all(works.pid, 0.0)) is not None and sample.all_ran_s < 1.0:
             looks = [idleness.look(pid, time.monotonic()) for pid, idleness in idle_s.items()]
             time.sleep(0.05)
     finally:
@@ -278,9 +279,9 @@ def test_a_process_that_sleeps_does_nothing_and_one_whose_child_computes_does(mo
 def test_a_process_that_writes_to_a_slow_disk_does_something(tmp_path):
     if not Path("/proc/self/io").exists():
         pytest.skip("only Linux says what a process has written")
-    before = _of_all(os.getpid(), 0.0)
+    before = of_all(os.getpid(), 0.0)
     (tmp_path / "checkpoint").write_bytes(bytes(20 << 20))
-    after = _of_all(os.getpid(), 0.0)
+    after = of_all(os.getpid(), 0.0)
     assert before is not None
     assert after is not None
     assert after.all_ran_s - before.all_ran_s >= 16.0
@@ -307,8 +308,8 @@ def test_a_line_that_takes_a_lock_does_not_wait_in_jax(tmp_path):
 
 
 def test_a_wait_of_the_main_thread_in_native_code_is_seen_from_outside(monkeypatch):
-    monkeypatch.setattr("meshwright.launch.native_waits._EVERY_S", 0.02)
-    monkeypatch.setattr("meshwright.launch.native_waits._ALL_RUN_S", 2.0)  # of other tests' threads
+    monkeypatch.setattr("meshwright.launch.standstill._EVERY_S", 0.02)
+    monkeypatch.setattr("meshwright.launch.standstill._ALL_RUN_S", 2.0)  # of other tests' threads
     if not Path("/proc/self/wchan").exists():
         pytest.skip("only Linux says where a thread waits")
     actual = {}
@@ -356,7 +357,7 @@ def test_a_section_that_has_taken_long_before_may_take_long_again():
     assert stalls(ranks, limits, 201.0)[0].limit_s == 200.0
 
 
-def test_one_hitch_of_all_ranks_does_not_set_the_limit_for_good():
+def test_one_hitchof_all_ranks_does_not_set_the_limit_for_good():
     limits = Limits(steps=100)
     for _ in range(4):  # ranks that waited for the same thing
         limits.learn("step", 100.0, 100, ended_s=1000.0)

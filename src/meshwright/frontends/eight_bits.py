@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from ..errors import ModelError
 from ..jaxprs.late import Late, made_late
 from ..layouts.params import Follows, ParamInfo
-from ..program import Arrays, Batch, Program, TrainState
+from ..program import Arrays, Program, TrainState
+from .kept_params import kept_as
 
 _MOST = 127  # the same on both sides of zero
 _SCALE = "scale"
@@ -46,23 +47,8 @@ def in_eight_bits(program: Program) -> Program:
         whole = program.initial()
         return whole._replace(params=quantized(program, whole.params))
 
-    def forward(params: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
-        def run(params: Arrays, state: Arrays, inputs: Any) -> tuple[Any, Arrays]:
-            return program.forward(params, state, inputs, training)
-
-        return with_own(run, params, state, inputs)
-
-    def predict(params: Arrays, state: Arrays, batch: Batch) -> Any:
-        assert program.predict is not None  # or this is not used
-        return with_own(program.predict, params, state, batch)
-
-    return replace(
-        program,
-        params=tuple(narrow for info in program.params for narrow in _narrow(info)),
-        initial=initial,
-        forward=forward,
-        predict=program.predict and predict,
-    )
+    params = tuple(narrow for info in program.params for narrow in _narrow(info))
+    return replace(kept_as(program, params, with_own), initial=initial)
 
 
 def quantized(program: Program, params: Arrays) -> Arrays:

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..program import Arrays, Batch, Program, shapes_of
+from ..program import Arrays, Program, shapes_of
 from .eight_bits import in_eight_bits
+from .kept_params import kept_as
 
 
 def in_precision(program: Program, dtype: str) -> Program:
@@ -40,14 +41,4 @@ def in_precision(program: Program, dtype: str) -> Program:
         wanted = jax.eval_shape(function, own, *rest)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), function(params, *rest), wanted)
 
-    def forward(params: Arrays, state: Arrays, inputs: Any, training: bool) -> tuple[Any, Arrays]:
-        def run(params: Arrays, state: Arrays, inputs: Any) -> tuple[Any, Arrays]:
-            return program.forward(params, state, inputs, training)
-
-        return in_own_types(run, params, state, inputs)
-
-    def predict(params: Arrays, state: Arrays, batch: Batch) -> Any:
-        assert program.predict is not None  # or this is not used
-        return in_own_types(program.predict, params, state, batch)
-
-    return replace(program, params=params, forward=forward, predict=program.predict and predict)
+    return kept_as(program, params, in_own_types)

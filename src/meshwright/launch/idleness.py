@@ -11,45 +11,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .limits import OWN, Limits
-from .native_waits import NativeWait, Sample, is_one_wait, sample_of
+from .native_waits import NativeWait
 from .progress import Progress
+from .standstill import Sample, Standstill, sample_of
 
-_EVERY_S = 1.0
 _BYTES_IN_A_SECOND = 1.25 * 2**20  # of work: so 64 KiB/s are a twentieth of it
-
-
-class Idleness:
-    """Follows one process, and all that it has started; :meth:`look` says how long it is idle."""
-
-    def __init__(self) -> None:
-        self._began: Sample | None = None
-        self._looked_s = float("-inf")
-        self._idle_s = 0.0
-
-    def look(self, pid: int, now_s: float) -> float:
-        """For how long the process has done next to nothing; 0 if it does something."""
-        if now_s - self._looked_s >= _EVERY_S:
-            self._looked_s = now_s
-            self._idle_s = self._look(pid, now_s)
-        return self._idle_s
-
-    def forget(self) -> None:
-        """The process is where idleness means nothing."""
-        self._began, self._idle_s = None, 0.0
-
-    def _look(self, pid: int, now_s: float) -> float:
-        sample, began = _of_all(pid, now_s), self._began
-        if sample is None or began is None or not is_one_wait(began, sample):
-            self._began = sample
-            return 0.0
-        return now_s - began.at_s
 
 
 class Unseen:
     """Follows one rank while it is in code of the program's own."""
 
     def __init__(self, limits: Limits, stack: Callable[[], str]) -> None:
-        self._waits, self._idleness = NativeWait(limits.native_wait_s, stack), Idleness()
+        self._waits, self._idleness = NativeWait(limits.native_wait_s, stack), Standstill(of_all)
 
     def look(self, progress: Progress, now_s: float) -> tuple[float, float]:
         """For how long the rank has waited in native code, and has done next to nothing."""
@@ -62,7 +35,7 @@ class Unseen:
         return waits_s, min(idle_s, max(0.0, now_s - progress.since_s))
 
 
-def _of_all(pid: int, now_s: float) -> Sample | None:
+def of_all(pid: int, now_s: float) -> Sample | None:
     """The main thread's sample, with what all processes have run, or could have, together."""
     own = sample_of(pid, now_s)
     if own is None:

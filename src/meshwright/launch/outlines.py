@@ -1,8 +1,8 @@
 """Where long texts of several processes first differ, found with little to send.
 
-Of a program each process first says one short fingerprint. Where these differ, every process is
-asked for fingerprints of the beginnings of its list of texts, a few at a time, until the first text
-that differs is known; only that is sent.
+Each process first sends one short fingerprint of its program. Where these differ, every process is
+asked for fingerprints of prefixes of its list of texts, a few at a time, until the first text that
+differs is known. Only that text is sent.
 """
 
 from __future__ import annotations
