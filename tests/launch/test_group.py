@@ -23,6 +23,7 @@ from watching import all_gone, soon_enough, within, write_fake_ssh
 
 import meshwright as mw
 from meshwright import ClusterError
+from meshwright.launch import join
 from meshwright.launch.group import run_group
 from meshwright.launch.group_options import GroupOptions
 from meshwright.launch.holdups import Holdups
@@ -253,6 +254,16 @@ def test_a_rank_that_does_nothing_while_others_wait_is_named_once_and_early():
     )
     assert not holdups.look([waits, elsewhere], 100.0)
     assert not Holdups(Limits()).look([seen(0, "script", 8), elsewhere], 1000.0)
+
+
+def test_limits_in_the_environment_are_checked_all_at_once(monkeypatch):
+    monkeypatch.setenv("MESHWRIGHT_STALL_TIMEOUT", "soon")
+    monkeypatch.setenv("MESHWRIGHT_SCRIPT_TIMEOUT", "-3")
+    with pytest.raises(ClusterError, match=r"STALL_TIMEOUT.*received 'soon'(.|\n)*SCRIPT.*-3"):
+        join._agent_limits_s()
+    monkeypatch.setenv("MESHWRIGHT_STALL_TIMEOUT", "4")
+    monkeypatch.delenv("MESHWRIGHT_SCRIPT_TIMEOUT")
+    assert join._agent_limits_s() == (4.0, 120.0)
 
 
 def test_a_process_that_sleeps_does_nothing_and_one_whose_child_computes_does(monkeypatch):

@@ -168,8 +168,9 @@ def test_resources_that_ray_does_not_have_are_an_error(raylets):
 
 
 def test_invalid_values_are_refused_all_at_once():
-    with pytest.raises(ClusterError, match=r"num_processes must be(.|\n)*placement(.|\n)*restarts"):
-        mw.RayLauncher(0, placement="ANYWHERE", max_restarts=-1)
+    named = r"num_processes must be(.|\n)*placement(.|\n)*restarts(.|\n)*script_s must be above 0"
+    with pytest.raises(ClusterError, match=named):
+        mw.RayLauncher(0, placement="ANYWHERE", max_restarts=-1, script_s=0)
 
 
 def test_a_function_that_cannot_travel_is_an_error(tmp_path):

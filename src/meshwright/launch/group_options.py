@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import ClusterError
 from .elastic import Elastic
-from .limits import SCRIPT_S
+from .limits import SCRIPT_S, seconds_faults
 
 _RESTARTS = 10  # without a newer checkpoint, where the number of processes may change
 
@@ -55,15 +55,7 @@ class GroupOptions:
             )
             if least is not None and not 1 <= least <= most
         ]
-        faults += [
-            f"{name} must be above 0 seconds; received {value}."
-            for name, value in (
-                ("stall_s", self.stall_s),
-                ("join_s", self.join_s),
-                ("script_s", self.script_s),
-            )
-            if not value > 0
-        ]
+        faults += seconds_faults(stall_s=self.stall_s, join_s=self.join_s, script_s=self.script_s)
         if self.nodes > 1 and not self.rendezvous:
             faults.append("several nodes need --rendezvous host:port, the same on each of them.")
         if self.nodes > 1 and (self.least_processes is not None or self.discovery):

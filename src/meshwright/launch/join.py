@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .. import _compat
 from ..errors import ClusterError, ProcessError, TopologyError
@@ -29,7 +29,7 @@ from . import neighbors, progress, standby
 from .addresses import listener_at, to_listen
 from .coordinator import HOSTED
 from .failure import Failure
-from .limits import SCRIPT_S
+from .limits import SCRIPT_S, seconds_faults
 from .membership import COORDINATOR, Membership, membership
 from .relay import RELAY
 
@@ -123,6 +123,8 @@ def join(
     _check_coordinator(member, wait_s, is_hosted)
     agree = agree and os.environ.get(AGREE) != "0"
     watch = watch and os.environ.get(WATCH) != "0" and not folder
+    if watch:
+        _agent_limits_s()  # what is wrong with them is said before anything waits
     if member.processes > 1 and (agree or watch):
         _meet(member, wait_s, agree, watch)
     _initialize(member, wait_s, is_hosted or _folder is not None)
@@ -311,9 +313,8 @@ def _start_agent(member: Membership, hub: str, listener: socket.socket | None) -
     _folder = PrivateFolder()
     progress.new_board(board_path(_folder.path, member.rank))
     _follow_agent(member, _folder.path)
-    limits_s = _seconds(STALL, 10.0), _seconds(SCRIPT, SCRIPT_S)
     place = (member.rank, member.processes, os.getpid(), str(_folder.path))
-    charge = companion.Charge(*place, hub, member.coordinator, *limits_s)
+    charge = companion.Charge(*place, hub, member.coordinator, *_agent_limits_s())
     if listener is not None:
         with listener:
             companion.start(dataclasses.replace(charge, listener=listener.fileno()))
@@ -323,15 +324,18 @@ def _start_agent(member: Membership, hub: str, listener: socket.socket | None) -
         os.environ[RELAY] = f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def _seconds(name: str, otherwise: float) -> float:
-    text = os.environ.get(name, "")
-    try:
-        seconds = float(text or otherwise)
-    except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise ClusterError(f"{name} must be a number of seconds above 0; received {text!r}.")
-    return seconds
+def _agent_limits_s() -> tuple[float, float]:
+    """How long a step may take, and a rank do nothing: from the environment."""
+    values: dict[str, object] = {}
+    for name, otherwise in ((STALL, 10.0), (SCRIPT, SCRIPT_S)):
+        text = os.environ.get(name) or otherwise
+        try:
+            values[name] = float(text)
+        except ValueError:
+            values[name] = text
+    if faults := seconds_faults(**values):
+        raise ClusterError("\n".join(faults))
+    return cast("tuple[float, float]", tuple(values.values()))
 
 
 def _leave_after_failure(rank: int) -> None:

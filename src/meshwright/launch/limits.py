@@ -26,6 +26,19 @@ class _Span(NamedTuple):
     ended_s: float
 
 
+def seconds_faults(**settings: object) -> list[str]:
+    """What is wrong with settings that must be numbers of seconds above 0.
+
+    >>> seconds_faults(stall_s=10.0, script_s="soon")
+    ["script_s must be above 0 seconds; received 'soon'."]
+    """
+    return [
+        f"{name} must be above 0 seconds; received {value!r}."
+        for name, value in settings.items()
+        if not (isinstance(value, int | float) and value > 0)
+    ]
+
+
 @dataclass
 class Limits:
     """How long a section may take, learnt from those that were seen to end.

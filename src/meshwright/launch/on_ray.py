@@ -24,7 +24,7 @@ from .cluster import DescribedCluster
 from .group_options import GroupOptions
 from .keeper import TaskKeeper
 from .keys import Keys
-from .limits import SCRIPT_S
+from .limits import SCRIPT_S, seconds_faults
 from .processes import free_port
 from .remote import Result, Work, attempts, run_part, values_of
 from .settings import TaskSettings
@@ -71,6 +71,12 @@ class RayLauncher:
             faults.append(f"placement must be one of {names}; received {self.placement!r}.")
         if self.max_restarts < 0:
             faults.append(f"max_restarts must be 0 or more; received {self.max_restarts}.")
+        faults += seconds_faults(
+            start_s=self.start_s,
+            stall_s=self.stall_s,
+            join_s=self.join_s,
+            script_s=self.script_s,
+        )
         if faults:
             raise ClusterError("RayLauncher: " + "\n".join(faults))
 
