@@ -8,6 +8,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 import optax
 import pytest
 from click.testing import CliRunner
@@ -18,6 +19,7 @@ from meshwright.cli import main
 from meshwright.frontends.keras.abstract import abstract
 from meshwright.planning.measurement import Measured
 from meshwright.targets import gpu
+from meshwright.targets.hardware import Hardware, Link
 
 ROWS, IO, HIDDEN = 64, 16, 32
 BOTH = {"batch": 4, "model": 2}
@@ -307,6 +309,44 @@ def test_the_gradient_by_a_depthwise_filter_costs_what_xla_for_cpu_does_for_it()
         by_model = asked(built, {"batch": 8}, target=target, compile=False)
         assert by_model.estimate.flops == times * forward, target
     assert asked(built, {"batch": 8}, target="cpu:8").estimate.flops == 9 * forward
+
+
+def layers_of_512():
+    def loss(params, x):
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
+
+    params = {"w": shape(128, 512), "v": shape(512, 512)}
+    return mw.jax_program(loss, params, optax.sgd(0.1)), shape(256, 128)
+
+
+def with_rates(**rates):
+    """Products take nearly all the time of a step."""
+    points = tuple((name, ((1.0, rate),)) for name, rate in rates.items())
+    links = (Link("shared", "shared", 1e15, 0.0),)
+    return Hardware("mine", (("float32", 1e12),), None, 1e15, links, rates=points)
+
+
+def test_products_of_few_rows_and_those_of_gradients_cost_what_the_compiler_says():
+    """A device has 32 of 256 rows."""
+    hardware = with_rates(product=5e9, product_skinny=1e9, product_transposed=3e9)
+    analytic, compiled = (
+        asked(
+            layers_of_512(), {"batch": 8}, target="cpu:8", hardware=hardware, compile=how
+        ).estimate
+        for how in (False, True)
+    )
+    assert analytic.compute_s == pytest.approx(compiled.compute_s, rel=1e-6)
+    forward, gradients = 256 / 8 * 2 * 512 * np.array([128 + 512 + 512, 128 + 512])
+    assert analytic.compute_s == pytest.approx(forward / 1e9 + gradients / 3e9, rel=1e-3)
+
+
+def test_a_plan_leaves_a_device_as_many_rows_as_products_are_fast_with():
+    def rows_of_device(**rates):
+        plan = mw.plan(*layers_of_512(), target="cpu:8", hardware=with_rates(**rates))
+        return 256 // dict(plan.mesh.axes)["batch"]
+
+    assert rows_of_device(product=5e9) == 64
+    assert rows_of_device(product=5e9, product_skinny=1e9) == 128
 
 
 def test_it_is_compared_and_the_comparison_says_so():

@@ -370,9 +370,11 @@ def test_the_planner_counts_large_products_and_arrays_as_they_were_measured():
     }
     hardware = hardware_from(Target.of("h100:8"), seconds)
     setting = setting_of((("batch", 8),), Target.of("h100:8"), hardware)
-    assert setting.seconds_per_flop["bfloat16"] == pytest.approx(1e-12)  # without its beginning
+    assert setting.seconds_per_flop["product"]["bfloat16"] == pytest.approx(
+        1e-12
+    )  # without its beginning
     assert setting.seconds_per_byte == pytest.approx(4e-12)
-    assert setting.seconds_per_flop["float32"] == 1 / 494.7e12  # published
+    assert setting.seconds_per_flop["product"]["float32"] == 1 / 494.7e12  # published
     in_cache = replace(hardware, memory_bandwidth_bytes_per_s=1e9)
     assert setting_of((("batch", 8),), Target.of("h100:8"), in_cache).seconds_per_byte == 1e-9
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..jaxprs.products import is_skinny, is_transposed
 from .text import Array, Computation, Instruction, Module
 
 FREE = {  # views of what is there, or known beforehand
@@ -28,7 +29,6 @@ _NO_PRODUCTS = re.compile(
 )
 
 
-_FEW_ROWS = 64
 _GEMMS = ("__cublas$gemm", "__cublas$lt$matmul")  # XLA for GPU; convolutions of cuDNN likewise
 _CONVOLUTIONS = ("__cudnn$convForward", "__cudnn$convBias", "__cudnn$convBackward")
 
@@ -106,11 +106,11 @@ def _kind_of_dot(instruction: Instruction, inside: Computation) -> str:
     with_ = _numbers(instruction, r"rhs_contracting_dims=\{([^}]*)")
     if _numbers(instruction, r"lhs_batch_dims=\{([^}]*)") or not summed or not with_:
         return "product"
-    if max(summed) < len(left) - 1 and max(with_) < len(right) - 1:
+    if is_transposed(summed, with_, (len(left), len(right))):
         return "product_transposed"
     depth = math.prod(left[dim] for dim in summed)
-    few, many = sorted((math.prod(left) // max(depth, 1), math.prod(right) // max(depth, 1)))
-    return "product_skinny" if few <= _FEW_ROWS and 4 * few <= min(depth, many) else "product"
+    rows, columns = (math.prod(dims) // max(depth, 1) for dims in (left, right))
+    return "product_skinny" if is_skinny(rows, columns, depth) else "product"
 
 
 def _dot(instruction: Instruction, inside: Computation) -> float:

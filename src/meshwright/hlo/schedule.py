@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..jaxprs.products import PRODUCTS
 from ..targets.hardware import Hardware
 from .collectives import Collective
 from .costs import Loop, Operation
@@ -38,9 +39,9 @@ class Clock:
             return peaks("float8")
         return peaks(dtype) or (peaks("float32") if self.platform == "cpu" else None)
 
-    def flops_per_s(self, dtype: str) -> float | None:
-        """FLOP/s of large products: as measured, and at most the peak."""
-        return _least(self.hardware.rate(_kind("product", dtype), math.inf), self.peak(dtype, ""))
+    def flops_per_s(self, dtype: str, kind: str = "product") -> float | None:
+        """FLOP/s of large products of a kind: as measured, and at most the peak."""
+        return _least(self._rate(kind, dtype, math.inf), self.peak(dtype, ""))
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -54,7 +55,7 @@ class Clock:
         if speed is None:
             return None
         if operation.precision != "highest":  # the rates are those of the default
-            speed = self._rate(operation) or speed
+            speed = self._rate(operation.kind, operation.dtype, operation.flops) or speed
         transcendentals = operation.transcendentals
         return (
             operation.flops / speed
@@ -62,11 +63,10 @@ class Clock:
             + self._elements_s("transcendental", transcendentals)
         )
 
-    def _rate(self, operation: Operation) -> float | None:
+    def _rate(self, kind: str, dtype: str, flops: float) -> float | None:
         """FLOP/s as measured of such work; of a product of another shape, as of square ones."""
-        kinds = dict.fromkeys((operation.kind, operation.kind.partition("_")[0]))
-        for kind in kinds if operation.kind.startswith("product") else (operation.kind,):
-            rate = self.hardware.rate(_kind(kind, operation.dtype), operation.flops)
+        for name in (kind, "product") if kind in PRODUCTS else (kind,):
+            rate = self.hardware.rate(_kind(name, dtype), flops)
             if rate is not None:
                 return rate
         return None

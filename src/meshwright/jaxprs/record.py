@@ -11,6 +11,7 @@ from .blocks import has_blocks, has_turns
 from .factors import Dim, Dims, Factors
 from .joins import Joins
 from .primitives import shape_of
+from .products import Product
 
 
 class Value(NamedTuple):
@@ -68,6 +69,7 @@ class Equation:
     block: str = ""
     is_backward: bool = False
     is_kept: bool = False
+    product: Product | None = None
 
 
 @dataclass

@@ -62,6 +62,17 @@ class Joint:
 
 
 @dataclass(frozen=True)
+class Product:
+    """What a matrix product multiplies: the dims of its ``rows``, ``columns`` and ``depth``, each
+    with its size. One that ``is_transposed`` sums over the rows of both operands."""
+
+    rows: tuple[tuple[int | None, int], ...]
+    columns: tuple[tuple[int | None, int], ...]
+    depth: tuple[tuple[int | None, int], ...]
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True)
 class Operation:
     """What one equation of the step does, ``times`` times.
 
@@ -71,6 +82,7 @@ class Operation:
     are FLOPs on top of ``flops`` that XLA for CPU does in vain (``jaxprs/flops.py``). ``block`` is
     the loop around it, if turns of that are blocks; what the loop stacks is ``is_kept`` if it
     stands for what one block hands on to the next. ``is_backward`` says that a derivative made it.
+    ``product`` is there for one matrix product, and not for many small ones.
     """
 
     kind: str
@@ -86,6 +98,7 @@ class Operation:
     block: str = ""
     is_backward: bool = False
     is_kept: bool = False
+    product: Product | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax
 
 from .. import _compat
 from ..errors import MeshError, ModelError
+from ..jaxprs import products
 from ..jaxprs.blocks import has_marks
 from ..jaxprs.factors import Dim, Dims, Factor, label
 from ..jaxprs.names import Argument, Created, Labels, families_of, names_of
@@ -19,7 +20,7 @@ from ..layouts.dim_names import ANY
 from ..targets.target import Target
 from .abstract_step import AbstractStep
 from .ahead import trace
-from .graph import Graph, GraphDim, GraphTensor, Joint, Operation
+from .graph import Graph, GraphDim, GraphTensor, Joint, Operation, Product
 
 _NEVER_SPLIT = ("seed", "metric")
 _PARTS = {"parameter": "params", "slot": "slots", "metric": "metrics"}  # by role
@@ -208,7 +209,14 @@ class _Assembled:
             block=equation.block,
             is_backward=equation.is_backward,
             is_kept=equation.is_kept,
+            product=None if equation.product is None else self._product(equation.product),
         )
+
+    def _product(self, product: products.Product) -> Product:
+        rows, columns, depth = (
+            tuple((self._dim(dim), size) for dim, size in dims) for dims in product[:3]
+        )
+        return Product(rows, columns, depth, product.is_transposed)
 
     def _several(self, dims: Iterable[Dim]) -> tuple[int, ...]:
         dims_there = [self._dim(dim) for dim in dims]

@@ -17,7 +17,16 @@ from ...layouts.params import Placed
 from ...layouts.placement import Placement
 from ..graph import Graph, Operation
 from ..search.facts import facts_of
-from ..search.terms import Lay, Talk, parameter_talks, runs_of, shards, talks_of, work_done
+from ..search.terms import (
+    Lay,
+    Talk,
+    arithmetic_s,
+    parameter_talks,
+    runs_of,
+    shards,
+    talks_of,
+    work_done,
+)
 from .assignment import Assignment, UseGather, WeightGather
 
 _OF_UPDATE = ("update", "parameter", "slot")
@@ -111,12 +120,13 @@ def device_work(assignment: Assignment, place: int) -> DeviceWork:
     if work.is_free:
         return DeviceWork(runs_of(lay, work), 0.0, 0.0, 0.0, 0.0, ())
     runs = runs_of(lay, work)
-    flops, moved = (runs * float(figure[0]) for figure in work_done(lay, work))
+    done, moved = work_done(lay, work)
+    flops, moved = runs * float(done[0]), runs * float(moved[0])
     return DeviceWork(
         count=runs,
         flops=flops,
         bytes=moved,
-        flops_s=flops * setting.seconds_per_flop.get(work.dtype, 0.0),
+        flops_s=runs * float(arithmetic_s(lay, work, done)[0]),
         bytes_s=moved * setting.seconds_per_byte,
         collectives=tuple(_collectives(assignment, lay, talks_of(lay, work), runs)),
     )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..graph import Graph, Joint, Operation
+from ..graph import Graph, Joint, Operation, Product
 from .choices import EVERY_REMAT, Remat
 from .facts import Facts, facts_of, is_layer
 from .recompute import times_done
@@ -78,7 +78,9 @@ class Work:
     All that neither sums, gathers nor multiplies is of the kind "elementwise", but for what a loop
     stacks or takes out of a stack, which is a "scan", as is a layer that is taken by its number.
 
-    ``units`` are those that its work is divided by, where they are split.
+    ``units`` are those that its work is divided by, where they are split. Of a ``product`` whose
+    speed depends on its shape, that has units in place of dims; the compilers of accelerators
+    choose shapes of their own.
     """
 
     kind: str
@@ -95,6 +97,7 @@ class Work:
     moves: tuple[Move, ...]
     times: int
     runs: tuple[int, ...]  # with each kind of remat, for each of ``times``
+    product: Product | None = None
 
     def runs_with(self, remat: Remat) -> int:
         """How often it is done where it is done once without remat."""
@@ -311,7 +314,17 @@ class _Reader:
             ),
             times=operation.times,
             runs=self.runs[place],
+            product=self._product(operation.product) if self.on_cpu else None,
         )
+
+    def _product(self, product: Product | None) -> Product | None:
+        if product is None:
+            return None
+        rows, columns, depth = (
+            tuple((None if dim is None else self.unit_of[dim], size) for dim, size in dims)
+            for dims in (product.rows, product.columns, product.depth)
+        )
+        return Product(rows, columns, depth, product.is_transposed)
 
     def _joint_clashes(self, operation: Operation, moved: Mapping[int, Joint]) -> frozenset[int]:
         """The units of its arrays, after those that are moved have been."""

@@ -22,7 +22,7 @@ from .compact import Compact, Piece, Work
 from .cost import columns, divides, held_bytes
 from .eliminate import Elimination
 from .setting import Setting
-from .terms import Lay, is_shared, parameter_spent, work_spent
+from .terms import Lay, is_shared, least_seconds_per_flop, parameter_spent, work_spent
 
 Options = dict[int, tuple[int, ...]]  # the sets of axes of each unit that can be split
 
@@ -159,7 +159,7 @@ def least_shared_s(problem: Compact, setting: Setting) -> float:
     every, pieces, total = float(np.max(setting.size_of)), problem.pieces, 0.0
     for work, count in zip(problem.works, problem.counts, strict=True):
         moved = sum(pieces[place].nbytes for place in work.far)
-        flops_s = work.flops * setting.seconds_per_flop.get(work.dtype, 0.0)
+        flops_s = work.flops * least_seconds_per_flop(setting, work)
         runs = count * work.times * min(work.runs)
         total += runs * max(flops_s, moved * setting.seconds_per_byte)
     return total / every

@@ -13,9 +13,11 @@ from ...hlo.groups import Axes
 from ...hlo.links import AxisLink, collective_s, links_of
 from ...hlo.schedule import Clock
 from ...hlo.text import Array
+from ...jaxprs.products import PRODUCTS
 from ...targets.hardware import Hardware
 from ...targets.target import Target
 
+_DTYPES = ("int8", "bfloat16", "float32", "float64")
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 _PROBE_BYTES = 1 << 30
 _OF_CHIP = 0.5  # of a chip's own memory: one array is there beside another
@@ -27,15 +29,16 @@ class Setting:
 
     A set of axes is a number, bit ``i`` for the ``i``-th axis of the mesh. ``size_of`` gives the
     devices of each set, ``rate_s_per_byte`` and ``delay_s`` per kind what a collective over it
-    takes. ``seconds_per_flop`` is ``None``, as are the others, where a constant is not known. Of an
-    array that is soon read again, ``kept_bytes`` stay in the chip.
+    takes, and ``seconds_per_flop`` those of each kind and type of product; the numbers in
+    ``missing`` count as nothing. Of an array that is soon read again, ``kept_bytes`` stay in the
+    chip.
     """
 
     axes: Axes
     size_of: np.ndarray
     rate_s_per_byte: dict[str, np.ndarray]
     delay_s: dict[str, np.ndarray]
-    seconds_per_flop: dict[str, float]
+    seconds_per_flop: dict[str, dict[str, float]]
     seconds_per_byte: float
     kept_bytes: float
     missing: tuple[str, ...]
@@ -54,8 +57,7 @@ def setting_of(axes: Axes, target: Target, hardware: Hardware) -> Setting:
     sets = range(2 ** len(axes))
     size_of = np.array([_size(axes, mask) for mask in sets], np.int64)
     probes = {kind: [_probe(kind, axes, mask, links) for mask in sets] for kind in _KINDS}
-    speeds = {name: clock.flops_per_s(name) for name in ("int8", "bfloat16", "float32", "float64")}
-    fallback = speeds["float32"] or speeds["bfloat16"]
+    fallback = clock.flops_per_s("float32") or clock.flops_per_s("bfloat16")
     missing = [] if fallback else ["peak_flops_per_s.float32"]
     if clock.bytes_per_s is None:
         missing.append("memory_bandwidth_bytes_per_s")
@@ -68,7 +70,11 @@ def setting_of(axes: Axes, target: Target, hardware: Hardware) -> Setting:
         rate_s_per_byte={kind: np.array([p[0] for p in points]) for kind, points in probes.items()},
         delay_s={kind: np.array([p[1] for p in points]) for kind, points in probes.items()},
         seconds_per_flop={
-            dtype: 1.0 / (speed or fallback or float("inf")) for dtype, speed in speeds.items()
+            kind: {
+                dtype: 1.0 / (clock.flops_per_s(dtype, kind) or fallback or float("inf"))
+                for dtype in _DTYPES
+            }
+            for kind in PRODUCTS
         },
         seconds_per_byte=1.0 / (clock.bytes_per_s or float("inf")),
         kept_bytes=_OF_CHIP * (hardware.on_chip_bytes or 0),

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...jaxprs.products import is_skinny
 from ...layouts.zero import SMALL_ELEMENTS
 from .choices import Choices
 from .compact import Compact, Move, Piece, Work
@@ -210,8 +211,7 @@ def work_spent(lay: Lay, work: Work) -> Spent:
     """What all runs of one operation take in a step."""
     runs = runs_of(lay, work)
     flops, moved = work_done(lay, work)
-    flops_s = flops * lay.setting.seconds_per_flop.get(work.dtype, 0.0)
-    compute_s = np.maximum(flops_s, moved * lay.setting.seconds_per_byte)
+    compute_s = np.maximum(arithmetic_s(lay, work, flops), moved * lay.setting.seconds_per_byte)
     talk_s, nbytes = _talk(lay, talks_of(lay, work))
     return Spent(runs * compute_s, runs * talk_s, runs * nbytes)
 
@@ -236,6 +236,41 @@ def work_done(lay: Lay, work: Work) -> tuple[Values, Values]:
         rest = used_bytes(lay, pieces[place], work) - lay.setting.kept_bytes
         moved = moved + loops * np.maximum(rest, 0.0)
     return work.flops / divisor, moved
+
+
+def arithmetic_s(lay: Lay, work: Work, flops: Values) -> Values:
+    """Seconds that FLOPs take, by the shape of what one device multiplies at once."""
+    wide, skinny = _seconds_per_flop(lay.setting, work)
+    if work.product is None or wide == skinny:
+        return flops * wide
+    of_device = (
+        _local_size(lay, work, dims)
+        for dims in (work.product.rows, work.product.columns, work.product.depth)
+    )
+    return flops * np.where(is_skinny(*of_device), skinny, wide)
+
+
+def least_seconds_per_flop(setting: Setting, work: Work) -> float:
+    """The least that any layout comes to."""
+    return min(_seconds_per_flop(setting, work))
+
+
+def _seconds_per_flop(setting: Setting, work: Work) -> tuple[float, float]:
+    """Of a product, and of one of few rows."""
+    is_transposed = work.product is not None and work.product.is_transposed
+    kinds = 2 * ("product_transposed",) if is_transposed else ("product", "product_skinny")
+    wide, skinny = (setting.seconds_per_flop[kind].get(work.dtype, 0.0) for kind in kinds)
+    return wide, wide if work.product is None else skinny
+
+
+def _local_size(lay: Lay, work: Work, dims: tuple[tuple[int | None, int], ...]) -> Values:
+    """How many rows, columns or the like of a product one device has in one micro-batch."""
+    result = np.ones(lay.rows, np.int64)
+    for unit, size in dims:
+        pieces = lay.along(unit) if unit is not None and unit in work.units else 1
+        loops = lay.choices.accumulate if unit is not None and unit == lay.problem.batch else 1
+        result = result * (size // (pieces * loops))
+    return result
 
 
 def parameter_spent(lay: Lay, piece: Piece) -> Spent:
