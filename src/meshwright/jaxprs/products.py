@@ -17,7 +17,7 @@ _FEW_ROWS = 64
 def is_transposed(left: Sequence[int], right: Sequence[int], ranks: tuple[int, int]) -> bool:
     """Whether a product sums over the rows of both operands, as the gradient of a weight does.
 
-    ``left`` and ``right`` are the dims of each operand that are summed, of as many as ``ranks`` says.
+    ``left`` and ``right`` are the dims of each operand that are summed, of as many as ``ranks``.
 
     >>> is_transposed([0], [0], (2, 2)), is_transposed([1], [0], (2, 2))
     (True, False)

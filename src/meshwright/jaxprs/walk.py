@@ -19,6 +19,7 @@ from .products import product_of
 from .record import CONSTANT, Record, Value
 from .scopes import layer_of
 from .slices import variables
+from .takes import is_of_one_entry
 
 LOOPS = ("scan", "while", "cond", "store")  # kinds of operations beside those of the table
 
@@ -101,8 +102,14 @@ def _equation(record: Record, eqn: Any, operands: list[Value], at: At) -> list[V
     ]
     more = {"flops": flops, "between_groups": flops_between_groups(eqn), **_where(at)}
     more["product"] = product_of(eqn, dims, joins.outs[0]) if flops else None
-    record.add(name, path, operands, results, joins, **more)
+    record.add(_kind(eqn, operands), path, operands, results, joins, **more)
     return results
+
+
+def _kind(eqn: Any, operands: Sequence[Value]) -> str:
+    """What takes one entry by a number that is written into the step is a slice."""
+    by_number = is_of_one_entry(eqn) and operands[1].dims is None
+    return "slice" if by_number else eqn.primitive.name
 
 
 def _where(at: At) -> dict[str, Any]:

@@ -107,7 +107,9 @@ def is_layer(graph: Graph, operation: Operation) -> bool:
     if operation.kind != "slice" or not len(operation.operands) == 1 == len(operation.results):
         return is_turn(operation)
     stack, layer = graph.tensors[operation.operands[0]], graph.tensors[operation.results[0]]
-    return layer.shape[:1] == (1,) != stack.shape[:1] and layer.shape[1:] == stack.shape[1:]
+    if stack.shape[:1] == (1,):
+        return False
+    return layer.shape in ((1, *stack.shape[1:]), stack.shape[1:])
 
 
 def _is_of_weights(graph: Graph, operation: Operation) -> bool:

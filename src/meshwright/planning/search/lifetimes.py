@@ -17,6 +17,7 @@ from ..graph import Graph
 from .buffers import Buffer, buffers_on_cpu, buffers_on_tpu
 from .choices import Remat
 from .facts import Facts, facts_of, is_layer, is_turn
+from .layer_sums import layer_sums
 from .recompute import dropped, is_computed_again
 
 if TYPE_CHECKING:
@@ -244,6 +245,8 @@ def _on_cpu(problem: Compact, zero: int, remat: Remat) -> Timeline:
             is_stacked = kind == "gradient" and graph.operations[buffer.start].kind == "scan"
             moved = 2 if zero == 3 and is_stacked else 0  # from pieces of all layers to their own
             lifetimes += [lifetime] * (buffer.copies + moved)
+    if zero == 0:
+        lifetimes += _summed_by_layers(problem, facts, at)
     if zero == 3:
         lifetimes += _gathered(problem, facts, at, in_pieces)
     return Timeline(
@@ -252,6 +255,17 @@ def _on_cpu(problem: Compact, zero: int, remat: Remat) -> Timeline:
         tuple(at.items()),
         _ahead([depths[operation] for operation in order]),
     )
+
+
+def _summed_by_layers(problem: Compact, facts: Facts, at: Mapping[int, int]) -> Iterator[Lifetime]:
+    """What is there beside the gradients of stacks whose layers are read by number; above level 0
+    each layer's is summed to a piece."""
+    end = max(len(at) - 1, 0)
+    for stack in layer_sums(problem.graph, facts):
+        first = at.get(stack.place, end)
+        first, last = (min(first + 1, end), end) if stack.wait else (first, first)
+        piece = problem.piece_of[stack.result]
+        yield from (stack.terms - 1) * [Lifetime(piece, first, last)]
 
 
 def _ahead(depths: Sequence[int]) -> tuple[int, ...]:

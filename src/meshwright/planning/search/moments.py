@@ -24,7 +24,7 @@ _SUMMED = 32  # columns whose sum is looked at before they are
 
 def alive(problem: Compact, choices: Choices) -> np.ndarray:
     """What is alive when: rows of moments, columns of pieces, then of works, then of sums."""
-    differs = {"cpu": (2, 3)}.get(problem.platform, (3,))  # levels of ZeRO
+    differs = {"cpu": (1, 2, 3)}.get(problem.platform, (3,))  # levels of ZeRO
     zero = choices.zero if choices.zero in differs else 0
     return _alive(problem, choices.remat, choices.accumulate, zero)
 
