@@ -48,6 +48,13 @@ def by_number(params: Any, x: Any) -> Any:
     return jnp.mean((x @ params["first"].T) ** 2)
 
 
+def looked_up(params: Any, x: Any) -> Any:
+    x = x @ params["first"]
+    for number in (0, -1, 3, 4, 5, 0):
+        x, _ = block(x, jax.tree.map(lambda a, n=number: jnp.take(a, n, axis=0), params["layers"]))
+    return jnp.mean((x @ params["first"].T) ** 2)
+
+
 def both_ways(params: Any, x: Any) -> Any:
     x = x @ params["layers"]["up"][3] @ params["layers"]["down"][-1]
     return net(block)(params, x) + jnp.mean(params["layers"]["down"] ** 2)
@@ -55,6 +62,7 @@ def both_ways(params: Any, x: Any) -> Any:
 
 LOSSES = {
     "by number": by_number,
+    "looked up": looked_up,
     "both ways": both_ways,
     "plain": net(block),
     "from the last": net(block, reverse=True),
@@ -106,6 +114,7 @@ CASES = [
     ("jitted", 8, BOTH, {}),
     pytest.param("bfloat16", 8, BOTH, {}, marks=FULL),
     ("by number", 8, DATA, {}),
+    pytest.param("looked up", 6, BOTH, {}, marks=FULL),
     pytest.param("by number", 6, BOTH, {}, marks=FULL),
     pytest.param("by number", 8, DATA, {"remat": "nothing_saveable", "accumulate": 2}, marks=FULL),
     pytest.param("both ways", 8, BOTH, {}, marks=FULL),
@@ -150,6 +159,7 @@ def have_equal_losses(name: str, layers: int, axes: Any, how: Any, zero: int) ->
     ("name", "how"),
     [
         ("jitted", {}),
+        ("looked up", {}),
         pytest.param("plain", {}, marks=FULL),
         pytest.param("plain", {"remat": "nothing_saveable"}, marks=FULL),
         pytest.param("marked", {"remat": "block"}, marks=FULL),

@@ -13,6 +13,7 @@ import jax
 from ..jaxprs.blocks import has_blocks
 from ..jaxprs.edits import Edit, unchanged
 from ..jaxprs.row_parts import Pieces, in_parts, scatter_parts, sum_narrow, sum_parts
+from ..jaxprs.takes import as_slices
 from ..layouts.layout import Layout
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
@@ -283,7 +284,10 @@ def _in_turn(
 
         return gathering_by_layers(jaxpr, by_var, sharing.axes, keeps)
 
-    return in_stretches(function, cut, edit, by_layers, writes_out=True)
+    def with_slices(jaxpr: Any) -> Any:
+        return as_slices(edit(jaxpr))
+
+    return in_stretches(function, cut, with_slices, by_layers, writes_out=True)
 
 
 def _cut_for(remat: str) -> Cut:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from ..graph import Graph, Operation
 from .facts import Facts
 
-_SCATTERED = 3
+SCATTERS = ("scatter-add", "scatter_add")
+_SCATTERED = 3  # at once
 
 
 class LayerSum(NamedTuple):
@@ -55,6 +56,6 @@ def _terms(
     dims = graph.tensors[operation.results[0]].shape
     if operation.kind == "pad" and layer == (1, *dims[1:]) != dims:
         return 1, True
-    if operation.kind in ("scatter-add", "scatter_add") and layer == dims[1:]:
+    if operation.kind in SCATTERS and layer == dims[1:]:
         return 1, False
     return None

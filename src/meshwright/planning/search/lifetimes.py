@@ -17,7 +17,7 @@ from ..graph import Graph
 from .buffers import Buffer, buffers_on_cpu, buffers_on_tpu
 from .choices import Remat
 from .facts import Facts, facts_of, is_layer, is_turn
-from .layer_sums import layer_sums
+from .layer_sums import SCATTERS, layer_sums
 from .recompute import dropped, is_computed_again
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ def _traced(
     facts, end = facts_of(problem.graph), max(len(at) - 1, 0)
     lifetimes = list(_resting(problem, facts, end))
     begins = _made_again(facts, buffers, remat)
-    left = dropped(problem.graph, remat)
     by_number = _by_number(problem.graph, facts) if zero == 3 else frozenset[int]()
+    left = dropped(problem.graph, remat) | _scattered(problem.graph, by_number)
     lifetimes += _of_layers(problem, [b for b in buffers if b.tensor in by_number], at)
     for buffer in buffers:
         if buffer.tensor in left or buffer.tensor in by_number:
@@ -152,6 +152,13 @@ def _by_number(graph: Graph, facts: Facts) -> frozenset[int]:
         elif operation.times == 1:
             result.update(t for t in operation.results if facts.kinds[t] == "layer gradient")
     return frozenset(result)
+
+
+def _scattered(graph: Graph, by_number: frozenset[int]) -> frozenset[int]:
+    """Gradients of layers among zeros for the others, as ``jnp.take`` has them, which level 3 never
+    makes."""
+    scatters = (op for op in graph.operations if op.kind in SCATTERS and len(op.operands) == 1)
+    return frozenset(t for op in scatters if by_number.issuperset(op.operands) for t in op.results)
 
 
 def _of_layers(
