@@ -311,12 +311,12 @@ def test_the_gradient_by_a_depthwise_filter_costs_what_xla_for_cpu_does_for_it()
     assert asked(built, {"batch": 8}, target="cpu:8").estimate.flops == 9 * forward
 
 
-def layers_of_512():
+def layers_of_512(rows=256):
     def loss(params, x):
         return jnp.mean(jnp.tanh(jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
 
     params = {"w": shape(128, 512), "v": shape(512, 512)}
-    return mw.jax_program(loss, params, optax.sgd(0.1)), shape(256, 128)
+    return mw.jax_program(loss, params, optax.sgd(0.1)), shape(rows, 128)
 
 
 def with_rates(**rates):
@@ -326,18 +326,19 @@ def with_rates(**rates):
     return Hardware("mine", (("float32", 1e12),), None, 1e15, links, rates=points)
 
 
-def test_products_of_few_rows_and_those_of_gradients_cost_what_the_compiler_says():
-    """A device has 32 of 256 rows."""
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_products_of_few_rows_and_those_of_gradients_cost_what_the_compiler_says(accumulate):
+    """A device has 32 of 256 rows. Micro-batches are taken side by side, and add up to these."""
     hardware = with_rates(product=5e9, product_skinny=1e9, product_transposed=3e9)
+    program, rows = layers_of_512(256 // accumulate)
+    more = {"target": "cpu:8", "hardware": hardware, "accumulate": accumulate}
     analytic, compiled = (
-        asked(
-            layers_of_512(), {"batch": 8}, target="cpu:8", hardware=hardware, compile=how
-        ).estimate
-        for how in (False, True)
+        asked((program, rows), {"batch": 8}, compile=how, **more).estimate for how in (False, True)
     )
     assert analytic.compute_s == pytest.approx(compiled.compute_s, rel=1e-6)
     forward, gradients = 256 / 8 * 2 * 512 * np.array([128 + 512 + 512, 128 + 512])
-    assert analytic.compute_s == pytest.approx(forward / 1e9 + gradients / 3e9, rel=1e-3)
+    rate = 3e9 if accumulate == 1 else 5e9
+    assert analytic.compute_s == pytest.approx(forward / 1e9 + gradients / rate, rel=1e-3)
 
 
 def test_a_plan_leaves_a_device_as_many_rows_as_products_are_fast_with():

@@ -143,6 +143,23 @@ class Compact:
         return any(0 in work.runs for work in self.works)
 
     @functools.cached_property
+    def has_state(self) -> bool:
+        """Whether a batch may change what the next one reads."""
+        return any(piece.kind == "state" for piece in self.pieces)
+
+    @functools.cached_property
+    def loss_bytes(self) -> int:
+        """Bytes of all that the forward pass computes, were all of it kept."""
+        is_forward, graph = facts_of(self.graph).is_forward, self.graph
+        forward = (op for op, before in zip(graph.operations, is_forward, strict=True) if before)
+        return sum(graph.tensors[t].nbytes for op in forward for t in op.results)
+
+    @functools.cached_property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(count * self.pieces[place].nbytes for place, count in self.parameters)
+
+    @functools.cached_property
     def laid_out(self) -> frozenset[int]:
         """The units that parameters, state or inputs have. No layout says how the others lie, which
         activations alone have, so a plan cannot split them."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...jaxprs.products import is_skinny
+from ...jaxprs.products import PRODUCTS, is_skinny
 from ...layouts.zero import SMALL_ELEMENTS
 from .choices import Choices
 from .compact import Compact, Move, Piece, Work
@@ -240,35 +240,44 @@ def work_done(lay: Lay, work: Work) -> tuple[Values, Values]:
 
 def arithmetic_s(lay: Lay, work: Work, flops: Values) -> Values:
     """Seconds that FLOPs take, by the shape of what one device multiplies at once."""
-    wide, skinny = _seconds_per_flop(lay.setting, work)
-    if work.product is None or wide == skinny:
-        return flops * wide
-    of_device = (
-        _local_size(lay, work, dims)
-        for dims in (work.product.rows, work.product.columns, work.product.depth)
+    product, seconds = work.product, lay.setting.seconds_per_flop
+    plain, skinny, transposed = (seconds[kind].get(work.dtype, 0.0) for kind in PRODUCTS)
+    if product is None or plain == skinny == transposed:
+        return flops * plain
+    beside = _side_by_side(lay, work)
+    sides = (product.rows, product.columns, product.depth)
+    by_rows = np.where(
+        is_skinny(*(_local_size(lay, work, s, beside) for s in sides)), skinny, plain
     )
-    return flops * np.where(is_skinny(*of_device), skinny, wide)
+    # Micro-batches side by side are laid beside each other for it, and no product is transposed.
+    return flops * (np.where(beside, by_rows, transposed) if product.is_transposed else by_rows)
 
 
 def least_seconds_per_flop(setting: Setting, work: Work) -> float:
     """The least that any layout comes to."""
-    return min(_seconds_per_flop(setting, work))
+    kinds = ("product",) if work.product is None else PRODUCTS
+    return min(setting.seconds_per_flop[kind].get(work.dtype, 0.0) for kind in kinds)
 
 
-def _seconds_per_flop(setting: Setting, work: Work) -> tuple[float, float]:
-    """Of a product, and of one of few rows."""
-    is_transposed = work.product is not None and work.product.is_transposed
-    kinds = 2 * ("product_transposed",) if is_transposed else ("product", "product_skinny")
-    wide, skinny = (setting.seconds_per_flop[kind].get(work.dtype, 0.0) for kind in kinds)
-    return wide, wide if work.product is None else skinny
+def _side_by_side(lay: Lay, work: Work) -> Values:
+    """Whether micro-batches are taken at once, as if they were one: on CPUs, where all that a loss
+    computes takes no more than the parameters (``step/accumulate.py``)."""
+    problem, count = lay.problem, lay.choices.accumulate
+    if count == 1 or problem.batch not in work.units | work.summed or problem.has_state:
+        return np.zeros(lay.rows, bool)
+    others = problem.loss_bytes * (count - 1) / count
+    return others <= lay.size(lay.batch) * problem.parameter_bytes
 
 
-def _local_size(lay: Lay, work: Work, dims: tuple[tuple[int | None, int], ...]) -> Values:
-    """How many rows, columns or the like of a product one device has in one micro-batch."""
+def _local_size(
+    lay: Lay, work: Work, dims: tuple[tuple[int | None, int], ...], beside: Values
+) -> Values:
+    """How many rows, columns or the like of a product one device has at once."""
     result = np.ones(lay.rows, np.int64)
     for unit, size in dims:
         pieces = lay.along(unit) if unit is not None and unit in work.units else 1
-        loops = lay.choices.accumulate if unit is not None and unit == lay.problem.batch else 1
+        is_batch = unit is not None and unit == lay.problem.batch
+        loops = np.where(beside, 1, lay.choices.accumulate) if is_batch else 1
         result = result * (size // (pieces * loops))
     return result
 
