@@ -52,7 +52,7 @@ def in_eight_bits(program: Program) -> Program:
 
 
 def quantized(program: Program, params: Arrays) -> Arrays:
-    """The values that :func:`in_eight_bits` takes, from those of the program itself.
+    """The values that :func:`in_eight_bits` takes, from those of the program itself, or some.
 
     >>> import numpy as np, optax, meshwright as mw
     >>> params = {"w": np.array([[0.5, -8.0], [-1.0, 2.0]], "float32")}
@@ -63,8 +63,20 @@ def quantized(program: Program, params: Arrays) -> Arrays:
     return {
         path: value
         for info in program.params
+        if info.path in params
         for path, value in _narrow_values(info, params[info.path]).items()
     }
+
+
+def made_of(program: Program) -> dict[str, tuple[str, ...]]:
+    """The path of each parameter that :func:`in_eight_bits` keeps, and of what it is made.
+
+    >>> import numpy as np, optax, meshwright as mw
+    >>> params = {"w": np.ones([4, 2], "float32"), "b": np.ones([2], "float32")}
+    >>> made_of(mw.jax_program(lambda p, x: 0.0, params, optax.sgd(1.0)))
+    {'b': ('b',), 'w': ('w',), 'w/scale': ('w',)}
+    """
+    return {narrow.path: (info.path,) for info in program.params for narrow in _narrow(info)}
 
 
 def is_matrix(info: ParamInfo) -> bool:

@@ -63,7 +63,7 @@ class Forwards:
 
     @functools.cached_property
     def _eight_bits(self) -> Any:
-        from .keras.forward import quantized_shapes
+        from .keras.eight_bits import quantized_shapes
 
         return quantized_shapes(self.model, self.inputs)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ..errors import ModelError
-from ..frontends.eight_bits import quantized
+from ..frontends.eight_bits import made_of, quantized
 from ..frontends.inputs import inputs_like
 from ..frontends.precision import in_precision
 from ..frontends.program_values import program_values
@@ -72,13 +72,20 @@ def _eight_bits(floats: Source, program: Program, placement: Placement) -> Sourc
     """The same forward pass, whose values are quantized where they lie each time it gets some."""
     narrow = replace(in_precision(program, "int8"), slots=(), metrics=())
     steps = assemble(narrow, replace(placement, strict=False))
-    source = replace(floats, steps=steps, floats=floats, saved_dtypes={})
+    origins = made_of(program)
+    source = replace(floats, steps=steps, floats=floats, saved_dtypes={}, origins=origins)
     shardings = {path: shape.sharding for path, shape in source.shapes.params.items()}
-    quantize = jax.jit(functools.partial(quantized, program), out_shardings=shardings)
+
+    @functools.cache
+    def quantizing(paths: frozenset[str]) -> Any:
+        """Compiled for these parameters of the program: all, or those of a stage."""
+        made = {path: shardings[path] for path, (origin,) in origins.items() if origin in paths}
+        return jax.jit(functools.partial(quantized, program), out_shardings=made)
 
     def convert(state: TrainState) -> TrainState:
         own = floats.steps.storing.restore(state)
-        return jax.block_until_ready(steps.storing.store(own._replace(params=quantize(own.params))))
+        params = quantizing(frozenset(own.params))(own.params)
+        return jax.block_until_ready(steps.storing.store(own._replace(params=params)))
 
     return replace(source, convert=convert)
 

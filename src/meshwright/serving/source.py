@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 
 from ..checkpoint import CheckpointInfo, reader, restore_state
 from ..errors import ModelError, TopologyError
@@ -28,7 +28,7 @@ from .turns import turn_of_several
 
 if TYPE_CHECKING:
     from .options import Precision
-    from .stage_cut import Stages
+    from .stage_cut import Paths, Stages
 
 Names = tuple[Mapping[str, str], Mapping[str, str]]  # path -> name in checkpoints: params, state
 
@@ -40,7 +40,8 @@ class Source:
     ``like`` has an :class:`~meshwright.frontends.inputs.Input` per array that goes in. ``names``
     are those of parameters and state in checkpoints. ``values`` gives arrays in memory, in their
     own dims, or is ``None`` where there are only checkpoints. ``saved_dtypes`` are the types of the
-    model itself by path, where parameters are served in another one.
+    model itself by path, where parameters are served in another one. ``origins`` says of each path
+    which ones of ``floats`` it is made of, where that is not the same path.
     """
 
     name: str
@@ -55,12 +56,13 @@ class Source:
     saved_dtypes: Mapping[str, str] = field(default_factory=dict)
     floats: Source | None = None  # what ``convert`` makes the values of, where these are others
     convert: Callable[[TrainState], TrainState] | None = None
+    origins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # paths in ``floats``
     make: Callable[[], Any] | None = None  # makes the Keras model once more, as shapes only
     lasting: Any = None
     tables: TableInputs | None = None  # of a model with tables on parameter servers,
     live: OnServers | None = None  # whose values are those of the servers while it trains
     stages: Stages | None = None  # that it is cut into; ``steps`` are those of the first one
-    only: Mapping[str, tuple[Any, ...]] | None = None  # what a stage reads: no other weights
+    only: Paths | None = None  # the weights that a stage reads: it has no others
 
     @functools.cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -99,6 +101,14 @@ class Source:
         """The mesh of all stages."""
         return self.mesh if self.stages is None else self.stages.mesh
 
+    def of_stage(self, weights: Paths) -> Source:
+        """The same of a stage, which reads these weights."""
+        floats = self.floats
+        if floats is not None:
+            origins = (self.origins.get(path, (path,)) for path in weights)
+            floats = floats.of_stage(frozenset(itertools.chain.from_iterable(origins)))
+        return replace(self, only=weights, floats=floats)
+
     # Weights. Whatever they come from, each device gets its piece and nothing else.
 
     def in_memory(self, params: Any = None) -> tuple[TrainState, Moved]:
@@ -111,8 +121,7 @@ class Source:
             return states, Moved(sum(m.nbytes for m in moved), sum(m.seconds for m in moved))
         if self.floats is not None and self.convert is not None:
             state, moved = self.floats.in_memory(params)
-            with turn_of_several(self.mesh):
-                return self.convert(state), moved
+            return self._converted(self.convert, state), moved
         if self.tables is not None and self.live is None:
             raise ModelError(
                 f"the tables {', '.join(self.tables.layers)} of model {self.name!r} are on "
@@ -166,8 +175,7 @@ class Source:
                 stage.source.finished(own) if stage.is_here else None for stage, own in pairs
             )
         if self.floats is not None and self.convert is not None:
-            with turn_of_several(self.mesh):
-                return self.convert(self.floats.finished(state))
+            return self._converted(self.convert, self.floats.finished(state))
         return self._used(state)
 
     def saved_rows(self, info: CheckpointInfo) -> Rows | None:
@@ -178,6 +186,19 @@ class Source:
     def shapes(self) -> TrainState:
         """Shapes of the weights in their own dims, with the shardings of serving."""
         return self._shapes(lambda info: (info.path, info.dtype))
+
+    def _converted(
+        self, convert: Callable[[TrainState], TrainState], state: TrainState
+    ) -> TrainState:
+        """The values that are made of these, of those that the forward pass reads."""
+        with turn_of_several(self.mesh):
+            made = convert(state)
+        read = [{info.path for info in infos} for infos in self._parts()]
+        params, others = (
+            {path: value for path, value in values.items() if path in paths}
+            for values, paths in zip(made[:2], read, strict=True)
+        )
+        return TrainState(params, others, {}, {})
 
     def _used(self, state: TrainState) -> TrainState:
         """As the forward pass takes it: in the type that is kept, and padded."""
@@ -216,8 +237,8 @@ class Source:
         if only is None:
             return program.params, program.state
         params, state = (
-            tuple(info for info in infos if info.path in only[part])
-            for part, infos in (("params", program.params), ("state", program.state))
+            tuple(info for info in infos if info.path in only)
+            for infos in (program.params, program.state)
         )
         return params, state
 
@@ -292,7 +313,7 @@ def source_of(
 
     _check_devices(strategy)
     pipeline = _pipeline_of(strategy)
-    source = on(strategy) if pipeline is None else _by_stages(strategy, pipeline, on, precision)
+    source = on(strategy) if pipeline is None else _by_stages(strategy, pipeline, on)
     return source if name is None else replace(source, name=name)
 
 
@@ -316,14 +337,10 @@ def _pipeline_of(strategy: Any) -> Pipeline | None:
     return pipeline if pipeline.axis in mesh and mesh[pipeline.axis] > 1 else None
 
 
-def _by_stages(
-    strategy: Any, pipeline: Pipeline, on: Callable[[Any], Source], precision: Precision | None
-) -> Source:
+def _by_stages(strategy: Any, pipeline: Pipeline, on: Callable[[Any], Source]) -> Source:
     """The source on the devices of each stage, cut there."""
     from .stage_cut import cut, meshes_of
 
-    if precision == "int8":
-        raise ModelError("precision='int8' is not supported by stages. Use precision='bfloat16'.")
     placement = _placement(strategy)
     sources = [on(placement.on(part)) for part in meshes_of(placement.mesh, pipeline.axis)]
     return cut(sources, placement.mesh, pipeline)
@@ -348,7 +365,7 @@ def _built(build: Callable[[], Any], example: Any) -> tuple[Any, Any]:
 
 def _built_again(build: Callable[[], Any], before: Any) -> Any:
     """One more model, also of a builder that returns the same one each time."""
-    from ..frontends.keras.forward import fresh_copy
+    from ..frontends.keras.eight_bits import fresh_copy
 
     model, _ = _built(build, None)
     return fresh_copy(before)() if model is before else model
@@ -365,7 +382,8 @@ def _of_keras(
     """``make`` makes the model once more; ``values`` are those of a file, by variable."""
     import keras
 
-    from ..frontends.keras.forward import forward_of, fresh_copy, has_values
+    from ..frontends.keras.eight_bits import fresh_copy
+    from ..frontends.keras.forward import forward_of, has_values
 
     if not isinstance(model, keras.Model):
         raise ModelError(
@@ -400,48 +418,46 @@ def _of_keras(
     if trains is not None:
         live = OnServers(trains, model, forward.variables)
         return replace(source, live=live, values=lambda _: live.values())
-    return _eight_bits(source, strategy, example) if precision == "int8" else source
+    return _eight_bits(source, model, strategy, example) if precision == "int8" else source
 
 
-def _eight_bits(floats: Source, strategy: Any, example: Any) -> Source:
+def _eight_bits(floats: Source, model: Any, strategy: Any, example: Any) -> Source:
     """The source of the same model, quantized by Keras each time that it gets values.
 
-    Its forward pass is that of the first one, of zeros; the others have the same layers.
+    Its forward pass is that of the model as shapes; the others have the same layers.
     """
-    from ..frontends.keras.forward import forward_of, quantized
+    from ..frontends.keras.eight_bits import made_of, quantized, quantized_shapes
+    from ..frontends.keras.forward import forward_of
 
     assert floats.make is not None
     make = floats.make
-
-    def forward(state: TrainState) -> Any:
-        model = quantized(strategy, make, state, floats.lasting)
-        return forward_of(strategy, model, example)
-
-    def zeros(shape: Any) -> Any:
-        return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
-
-    first = forward(jax.tree.map(zeros, floats.shapes))
-    names = first.names.of_parts
+    forward = forward_of(strategy, quantized_shapes(model, example, make), example)
+    names = forward.names.of_parts[:2]
+    of_floats = {name: path for part in floats.names or () for path, name in part.items()}
 
     def convert(state: TrainState) -> TrainState:
-        forward_parts = forward(floats.steps.storing.restore(state))
-        parts = []
-        for part, mine, its in zip(
-            forward_parts.values(), names, forward_parts.names.of_parts, strict=False
-        ):
-            paths = {name: path for path, name in mine.items()}
-            parts.append({paths[its[path]]: value for path, value in part.items()})
-        return first.steps.storing.store(TrainState(parts[0], parts[1], {}, {}))
+        own = floats.steps.storing.restore(state)
+        by_name = quantized(strategy, make, own, floats.lasting)
+        params, others = (
+            {path: by_name[name] for path, name in part.items() if name in by_name}
+            for part in names
+        )
+        return forward.steps.storing.store(TrainState(params, others, {}, {}))
 
     return Source(
         floats.name,
-        first.steps,
-        first.like,
-        first.outputs,
+        forward.steps,
+        forward.like,
+        forward.outputs,
         is_keras=True,
         values=floats.values,
         floats=floats,
         convert=convert,
+        origins={
+            path: tuple(of_floats[origin] for origin in made_of(name) if origin in of_floats)
+            for part in names
+            for path, name in part.items()
+        },
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ModelError, PipelineError
@@ -103,13 +104,12 @@ def cut(sources: Sequence[Source], mesh: Mesh, pipeline: Pipeline) -> Source:
             f"{count} stages need {count - 1} cuts; received {list(pipeline.cuts)}."
         )
     else:
-        params = sources[0].steps.program.params
-        places = line_cuts(line, pipeline.cuts, params, on_cpu)
+        program = sources[0].steps.program
+        places = line_cuts(line, pipeline.cuts, (*program.params, *program.state), on_cpu)
     begins = tuple(_first_read(line, place) for place in places)
     cuts = Segments(line, begins)
     stages = tuple(
-        Stage(n, replace(source, only=cuts.reads(n)), processes[n])
-        for n, source in enumerate(sources)
+        Stage(n, source.of_stage(cuts.weights(n)), processes[n]) for n, source in enumerate(sources)
     )
     return replace(sources[0], stages=Stages(mesh, begins, stages))
 
@@ -138,7 +138,11 @@ def _first_read(line: Line, place: int) -> Paths:
 
 
 def line_of(forward: Forward, shape: Shape) -> Line:
-    """The equations of a forward pass for a batch of this shape."""
+    """The equations of a forward pass for a batch of this shape.
+
+    No weight changes here, so state of numbers, as of frozen layers or in eight bits, is cut as
+    parameters are.
+    """
     bare = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     params, state = bare(forward.state.params), bare(forward.state.state)
     batch = forward.source.batch(forward.shapes_of(shape))
@@ -146,10 +150,16 @@ def line_of(forward: Forward, shape: Shape) -> Line:
     invars = iter(closed.jaxpr.invars)
     arguments = {next(invars): ("params", path) for path in sorted(params)}
     of_state = {path: next(invars) for path in sorted(state)}
-    arguments |= {var: ("state", path) for path, var in of_state.items()}
+    for path, var in of_state.items():
+        arguments[var] = ("params" if _is_of_numbers(var.aval) else "state", path)
     arguments |= {var: ("batch", number) for number, var in enumerate(invars)}
     outputs = {str(number): var for number, var in enumerate(closed.jaxpr.outvars)}
     return Line.of(Traced(closed, arguments, outputs["0"], of_state, {}, outputs))
+
+
+def _is_of_numbers(aval: Any) -> bool:
+    """Whether it is an array that a layer computes with, and not a seed, a count or a table."""
+    return bool(aval.shape) and (jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype == jnp.int8)
 
 
 class Segments:
@@ -173,21 +183,26 @@ class Segments:
         crossing = ([var for var in line.crossing(place) if var in sent] for place in (0, *at))
         self.boundaries = [*crossing, list(line.traced.logs.values())]
 
-    def reads(self, stage: int) -> dict[str, tuple[Any, ...]]:
-        """What a stage reads, by part: paths of parameters and state, numbers of batch leaves."""
-        result: dict[str, tuple[Any, ...]] = {"params": (), "state": (), "batch": ()}
-        for part, key in self._arguments(stage).values():
-            result[part] += (key,)
-        return result
+    def weights(self, stage: int) -> Paths:
+        """The parameters and state that a stage reads."""
+        read = self._arguments(stage).values()
+        return frozenset(key for part, key in read if part != "batch")
+
+    def leaves(self, stage: int) -> tuple[int, ...]:
+        """The numbers of the arrays of a batch that a stage reads."""
+        return tuple(key for part, key in self._arguments(stage).values() if part == "batch")
 
     def function(self, stage: int) -> Any:
-        """``(params, state, leaves, entering) -> leaving``, of what :meth:`reads` says."""
+        """``(params, state, leaves, entering) -> leaving``, of what the stage reads."""
         line, (enters, leaves) = self._line, self.boundaries[stage : stage + 2]
         arguments = self._arguments(stage)
 
         def run(params: Any, state: Any, of_batch: Any, entering: Any) -> list[Any]:
-            parts = {"params": params, "state": state, "batch": of_batch}
-            values = {var: parts[part][key] for var, (part, key) in arguments.items()}
+            weights = {**params, **state}
+            values = {
+                var: of_batch[key] if part == "batch" else weights[key]
+                for var, (part, key) in arguments.items()
+            }
             return line.evaluate(leaves, {**values, **dict(zip(enters, entering, strict=True))})
 
         return run

@@ -275,10 +275,10 @@ class _Part:
         forward, number = self._forward, self.stage.number
         line = line_of(forward, shape)
         segments = Segments(line, stages.begins)
-        reads = segments.reads(number)
+        read = segments.leaves(number)
         state = forward.source.stored
         leaves = jax.tree.leaves(forward.laid(shape))
-        of_batch = {number: leaves[number] for number in reads["batch"]}
+        of_batch = {number: leaves[number] for number in read}
         enters, leave = segments.boundaries[number : number + 2]
         entering = [self._crossing(var.aval, shape) for var in enters]
         is_last = number == len(stages.all) - 1
@@ -286,7 +286,7 @@ class _Part:
         jitted = jax.jit(segments.function(number), out_shardings=leaving)
         with jax.set_mesh(forward.source.mesh.jax_mesh):
             lowered = jitted.lower(state.params, state.state, of_batch, entering)
-        return lowered, reads["batch"], tuple(entering)
+        return lowered, read, tuple(entering)
 
     def _crossing(self, aval: Any, shape: Shape) -> Any:
         """The shape and layout of a value that crosses a cut: split by rows, or whole."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from ..inputs import Input, inputs_like, named
 from .abstract import AbstractRoom, is_abstract
 from .checkpoint_names import LastingNames
 from .hooks import Hooks, lying
-from .pending import give, initial_value, is_pending, settle
+from .pending import initial_value, is_pending, settle
 from .program import KerasVariables, keras_program
 
 if TYPE_CHECKING:
@@ -270,73 +269,3 @@ class LoadingRoom(AbstractRoom):
 def has_values(model: keras.Model) -> bool:
     """Whether the model has values, and is not one of shapes only."""
     return not any(map(is_abstract, model.variables))
-
-
-# Eight bits
-
-
-def fresh_copy(model: keras.Model) -> Callable[[], keras.Model]:
-    """Makes the model once more, as shapes only, from its configuration."""
-
-    def make() -> keras.Model:
-        with AbstractRoom().open():
-            return type(model).from_config(model.get_config())
-
-    return make
-
-
-def quantized(
-    strategy: Sharded, make: Callable[[], keras.Model], state: TrainState, names: LastingNames
-) -> keras.Model:
-    """A new model with these values, in their own dims, quantized by Keras to eight bits.
-
-    ``names`` are the lasting names of the paths in ``state``. Kernels are quantized where they lie.
-    """
-    model = make()
-    variables = KerasVariables.of(model).under(strategy.placement)
-    theirs = LastingNames.of(model, variables)
-    for part, values, mine, its in zip(
-        (variables.params, variables.state), state, names.of_parts, theirs.of_parts, strict=False
-    ):
-        by_name = {mine[path]: value for path, value in values.items()}
-        for path, variable in part.items():
-            value = by_name[its[path]]
-            give(variable, value, value.sharding)
-    with strategy.in_force(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that other layers stay as they are
-        model.quantize("int8")
-    strategy.place(model)
-    return model
-
-
-class _EightBitsRoom(AbstractRoom):
-    """Forgets what is assigned: zeros in place of quantized values."""
-
-    def keeps(self, variable: Any, value: Any) -> bool:
-        del variable, value
-        return True
-
-
-def quantized_shapes(model: keras.Model, example: Any = None) -> keras.Model:
-    """A model of shapes only that is what Keras makes of this one by ``quantize("int8")``.
-
-    Raises :class:`ModelError` for a model that cannot be made again from its configuration, or
-    that is quantized already.
-    """
-    _compat.install_keras_hooks(Hooks())
-    opening = f"precision='int8' is not supported for model {model.name!r}"
-    with _EightBitsRoom().open(), _compat.quantizing_shapes(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that other layers stay as they are
-        try:
-            copy = type(model).from_config(model.get_config())
-        except (NotImplementedError, TypeError) as error:
-            raise ModelError(
-                f"{opening}, which Keras cannot make again from get_config(): {error}"
-            ) from error
-        if not _compat.is_built(copy) and example is not None:
-            _compat.build_forward(copy, example)
-        try:
-            copy.quantize("int8")
-        except ValueError as error:
-            raise ModelError(f"{opening}: {error}") from error
-    return copy
