@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+import time
 from dataclasses import replace
 
 import jax
@@ -20,7 +22,7 @@ from meshwright.jaxprs.flops import least_flops, model_flops
 from meshwright.planning import Compiled, Target, compile_ahead, reading
 from meshwright.planning.estimate import estimate
 from meshwright.planning.search.setting import setting_of
-from meshwright.targets.calibrate import calibrate, hardware_from
+from meshwright.targets.calibrate import calibrate, handover_s, hardware_from
 from meshwright.targets.hardware import Hardware, Link, hardware_of
 
 RING = Link("ici", "ring", 100.0, 0.5)
@@ -353,6 +355,15 @@ def test_the_numbers_of_a_machine_follow_from_what_was_timed():
     ]
     assert again == pytest.approx([1e-3, 1.001])
     assert math.isclose(result.memory_bandwidth_bytes_per_s, 8 * (2 << 20) / 0.25)
+
+
+def test_a_hand_over_is_measured_whatever_the_call_itself_takes():
+    here = threading.current_thread()
+
+    def call():  # slow here alone: as a difference of two calls a hand-over would be none
+        time.sleep(0.01 if threading.current_thread() is here else 0.001)
+
+    assert 1e-6 < handover_s(call, 5) < 0.5
 
 
 def test_of_accelerators_only_what_is_here_is_measured_and_not_for_ever():

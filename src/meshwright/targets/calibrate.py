@@ -37,7 +37,7 @@ _TINY = 256  # instructions in a row that do next to nothing
 _TERMS = 16  # of a polynomial, each a product and a sum
 _LEAST_SHARE = 0.5  # of the time of a piece of work, that is not for its instruction
 _MOST_REPEATS = 512
-_HANDOVERS = 200
+_HANDOVERS = 100
 _Dims = tuple[int, ...]
 
 
@@ -258,7 +258,7 @@ def _measure(num_devices: int, amounts: _Amounts) -> dict[str, float]:
         name: max(1e-9, (least[name] - least["nothing"]) / runs)
         for name, (_, _, runs) in works.items()
     }
-    return {**taken, "nothing": least["nothing"], "handover": _handover_s(calls["product"])}
+    return {**taken, "nothing": least["nothing"], "handover": handover_s(calls["stream"])}
 
 
 def _rated_works(amounts: _Amounts) -> dict[str, tuple[Callable[[Any], Any], _Dims, int]]:
@@ -322,16 +322,27 @@ def _again(work: Callable[[Any], Any], x: Any, times: int) -> Any:
     return jax.lax.fori_loop(0, times, lambda _, y: work(y), x)
 
 
-def _handover_s(call: Callable[[], Any]) -> float:
-    """Seconds that a call takes longer in another thread, in the middle of many; a call that is
-    over at once would meet threads that do not sleep yet."""
+def handover_s(call: Callable[[], Any], times: int = _HANDOVERS) -> float:
+    """Seconds until another thread begins a call, and until this one has its result, in the middle
+    of many.
+
+    A call that is over at once would meet threads that do not sleep yet, and one that reads little
+    would leave in the caches what Python needs on the way. The call itself does not count: where
+    other work is on the machine, its times differ by more than a hand-over takes.
+    """
+
+    def timed() -> tuple[float, float]:
+        begin_s = time.perf_counter()
+        call()
+        return begin_s, time.perf_counter()
+
+    def handed_over(thread: ThreadPoolExecutor) -> float:
+        asked_s = time.perf_counter()
+        begin_s, end_s = thread.submit(timed).result()
+        return begin_s - asked_s + time.perf_counter() - end_s
+
     with ThreadPoolExecutor(1) as thread:
-        in_turn = [
-            (_seconds(lambda: thread.submit(call).result()), _seconds(call))
-            for _ in range(_HANDOVERS)
-        ]
-    over_there, here = (statistics.median(times) for times in zip(*in_turn, strict=True))
-    return max(1e-9, over_there - here)
+        return statistics.median(handed_over(thread) for _ in range(times))
 
 
 def _on_all(work: Callable[[Any], Any], dims: _Dims, dtype: str, n: int) -> Callable[[], Any]:
