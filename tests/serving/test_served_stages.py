@@ -59,14 +59,15 @@ def test_stages_answer_as_one_device_and_hold_their_own_weights(axes: dict[str, 
 
 
 def texts() -> keras.Model:
-    """A model without a parameter that trains, once its kernels are of eight bits."""
+    """A model with a tied embedding, of which no parameter trains once it is of eight bits."""
     keras.utils.set_random_seed(5)
     ids = keras.Input([4], dtype="int32", name="ids")
-    h: Any = layers.Embedding(32, 8, name="embed")(ids)
+    embed: Any = layers.ReversibleEmbedding(32, 8, name="embed")
+    h: Any = embed(ids)
     for number in range(2):
         wide = layers.Dense(32, "gelu", use_bias=False, name=f"block_{number}")(h)
         h = h + layers.Dense(8, use_bias=False, name=f"narrow_{number}")(wide)
-    return keras.Model(ids, layers.Dense(4, use_bias=False, name="last")(h), name="texts")
+    return keras.Model(ids, embed(h, reverse=True), name="texts")
 
 
 def function(params: Any, x: Any) -> Any:
@@ -79,8 +80,7 @@ def of_eight_bits(kind: str) -> tuple[Any, dict[str, Any], Any, list[int]]:
     """What is served, an input of it, and the bytes of each of its stages."""
     if kind == "keras":
         ids = np.arange(8, dtype="int32").reshape(2, 4)
-        block = 2 * 8 * 32 + 4 * (8 + 32)
-        return texts(), {}, ids, [32 * (8 + 4) + block, block + 4 * (8 + 4)]
+        return texts(), {}, ids, [32 * (8 + 4) + 2 * 8 * 32 + 4 * (8 + 32)] * 2
     rng = np.random.default_rng(6)
     params = {path: rng.normal(size=[8, 8]).astype("float32") for path in ("one", "two", "three")}
     block = 8 * 8 + 4 * 8

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ModelError, PipelineError
+from ..jaxprs.slices import reached
 from ..layouts.mesh import Mesh
 from ..stages.cuts import line_cuts
 from ..stages.line import Line
@@ -137,6 +138,22 @@ def _first_read(line: Line, place: int) -> Paths:
     return found
 
 
+class ForwardLine(Line):
+    """The equations of a forward pass.
+
+    What is computed from weights alone, as the transpose of a tied embedding, is not sent: each
+    stage that needs it has these weights.
+    """
+
+    @functools.cached_property
+    def _of_batch(self) -> set[Any]:
+        arguments = self.traced.arguments.items()
+        return reached(self.eqns, [var for var, (part, _) in arguments if part == "batch"])
+
+    def is_sent(self, var: Any) -> bool:
+        return var in self._of_batch
+
+
 def line_of(forward: Forward, shape: Shape) -> Line:
     """The equations of a forward pass for a batch of this shape.
 
@@ -154,7 +171,7 @@ def line_of(forward: Forward, shape: Shape) -> Line:
         arguments[var] = ("params" if _is_of_numbers(var.aval) else "state", path)
     arguments |= {var: ("batch", number) for number, var in enumerate(invars)}
     outputs = {str(number): var for number, var in enumerate(closed.jaxpr.outvars)}
-    return Line.of(Traced(closed, arguments, outputs["0"], of_state, {}, outputs))
+    return ForwardLine.of(Traced(closed, arguments, outputs["0"], of_state, {}, outputs))
 
 
 def _is_of_numbers(aval: Any) -> bool:
@@ -165,9 +182,7 @@ def _is_of_numbers(aval: Any) -> bool:
 class Segments:
     """The stages of a line, each as a function of what it reads.
 
-    Where it is cut follows from ``begins``, so that batches of all sizes are cut alike. What is
-    computed from weights alone, as the transpose of a tied embedding, is not sent: each stage that
-    needs it has these weights.
+    Where it is cut follows from ``begins``, so that batches of all sizes are cut alike.
     """
 
     def __init__(self, line: Line, begins: Sequence[Paths]) -> None:
@@ -179,8 +194,7 @@ class Segments:
                 "the model computes its layers in another order for batches of another size, which "
                 "is not supported by stages. Serve it without a pipeline."
             )
-        sent = _of_batch(line)
-        crossing = ([var for var in line.crossing(place) if var in sent] for place in (0, *at))
+        crossing = (line.crossing(place) for place in (0, *at))
         self.boundaries = [*crossing, list(line.traced.logs.values())]
 
     def weights(self, stage: int) -> Paths:
@@ -213,12 +227,3 @@ class Segments:
         atoms = itertools.chain(leaves, *(line.eqns[number].invars for number in numbers))
         read = {atom for atom in atoms if not hasattr(atom, "val")} - set(enters)
         return {var: key for var, key in line.traced.arguments.items() if var in read}
-
-
-def _of_batch(line: Line) -> set[Any]:
-    """What is computed from the batch."""
-    result = {var for var, (part, _) in line.traced.arguments.items() if part == "batch"}
-    for eqn in line.eqns:
-        if any(atom in result for atom in eqn.invars if not hasattr(atom, "val")):
-            result.update(eqn.outvars)
-    return result

@@ -108,10 +108,15 @@ class Line:
     def _alone(self, atoms: Iterable[Any]) -> list[int]:
         return self.slice(atoms, self.producer)
 
+    def is_sent(self, var: Var) -> bool:
+        """Whether a variable of the line is sent to the stages behind that read it."""
+        del var  # all are, so that their gradients come back
+        return True
+
     def crossing(self, position: int) -> list[Var]:
         """What equations before a position make and those from it on read, in the line's order."""
-        last = self._last_read
-        return [v for v, k in self.producer.items() if k < position <= last.get(v, -1)]
+        last, made = self._last_read, self.producer.items()
+        return [v for v, k in made if k < position <= last.get(v, -1) and self.is_sent(v)]
 
     @functools.cached_property
     def bytes_crossing(self) -> np.ndarray:
@@ -123,8 +128,9 @@ class Line:
             if end > k:
                 steps[k + 1] += var.aval.size * var.aval.dtype.itemsize
                 steps[end + 1] -= var.aval.size * var.aval.dtype.itemsize
-                odd[k + 1] += not _is_inexact(var)
-                odd[end + 1] -= not _is_inexact(var)
+                is_odd = self.is_sent(var) and not _is_inexact(var)
+                odd[k + 1] += is_odd
+                odd[end + 1] -= is_odd
         return np.where(np.cumsum(odd) > 0, np.inf, np.cumsum(steps))[: len(self.order) + 1]
 
     @functools.cached_property
