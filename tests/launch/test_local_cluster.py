@@ -101,6 +101,8 @@ def test_closing_ends_every_task_and_twice_does_no_harm(make, tmp_path):
     assert {event.what for event in cluster.events} == {"started", "stopped"}
     with pytest.raises(ClusterError, match="the cluster is closed"):
         cluster.add_worker()
+    with pytest.raises(TaskError, match="the cluster is closed: its workers and servers have"):
+        cluster.check("ps")
 
 
 def test_closing_does_not_wait_for_tasks_that_are_deaf(make, tmp_path, monkeypatch):

@@ -141,8 +141,14 @@ class LocalCluster:
     def check(self, job: str | None = None) -> None:
         """Raise :class:`~meshwright.errors.TaskError` for tasks that ended and are given up.
 
-        With ``job``, only tasks of that job count. The message has the last lines of each.
+        With ``job``, only tasks of that job count. The message has the last lines of each. Once the
+        cluster is closed, all have ended.
         """
+        if self._closed:
+            raise TaskError(
+                "the cluster is closed: its workers and servers have ended. Make a new LocalCluster, "
+                "and a ParameterServer on it."
+            )
         self._supervisor.check(job)
 
     def has_ended(self, task: Task | str, pid: int) -> bool:

@@ -233,6 +233,10 @@ def test_a_server_that_is_given_up_is_named_at_once_whatever_waits_for_it(option
                 wait()
             assert time.monotonic() - begun_s < 2.0
             assert caught.value.task == "ps:0"
+        cluster.close()
+        for wait in (coordinator.join, value.fetch, total.read, coordinator.done):
+            with pytest.raises(TaskError, match="the cluster is closed: its workers and servers"):
+                wait()
 
 
 @pytest.mark.full

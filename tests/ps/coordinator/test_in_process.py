@@ -504,3 +504,11 @@ def test_a_coordinator_that_is_closed_may_be_woken():
     links.wake()
     links.close()
     links.wake()  # a thread that schedules while another one closes
+
+
+def test_a_closed_coordinator_takes_no_function():
+    strategy = mw.ParameterServer()
+    coordinator = mw.ClusterCoordinator(strategy)
+    strategy.close()
+    with pytest.raises(TaskError, match="the coordinator is closed"):
+        coordinator.schedule(_take, args=(1,))

@@ -60,6 +60,7 @@ class ClusterCoordinator:
         if strategy.coordinator_made is self:
             return
         self.strategy = strategy
+        self._closed = False
         self._packer = Packer()
         self._dispatcher = Dispatcher(strategy.dispatcher_settings(), self._packer, strategy.refill)
         self._changed = self._dispatcher.changed
@@ -81,14 +82,16 @@ class ClusterCoordinator:
         ``iter()`` of :meth:`create_per_worker_dataset` becomes the worker's own. What a
         function closes over is taken when it is first scheduled.
 
-        Raises a pending error of an earlier function, and
-        :class:`~meshwright.errors.ShippingError` where something cannot be sent.
+        Raises a pending error of an earlier function,
+        :class:`~meshwright.errors.ShippingError` where something cannot be sent, and
+        :class:`~meshwright.errors.TaskError` once the coordinator is closed.
         """
         if not isinstance(args, Sequence) or isinstance(args, str | bytes):
             raise ShippingError(
                 f"args={args!r}: give the arguments of a scheduled function as a tuple, args=(x,)."
             )
         with self._changed:
+            self._check_open()
             self._raise_error()
             packed_function = self._packer.function(function)
             if self._queue.num_queued >= _MOST_QUEUED:
@@ -135,6 +138,8 @@ class ClusterCoordinator:
         """Whether every scheduled function has ended; raises the first error of one."""
         with self._changed:
             self._raise_error()
+            if not self._queue.idle:
+                self._check_tasks()
             return self._queue.idle
 
     def fetch(self, nest: Any, timeout_s: float | None = None) -> Any:
@@ -226,6 +231,7 @@ class ClusterCoordinator:
 
     def close(self, stop_workers: bool = False) -> None:
         """End the coordinator; the workers wait for another one, or stop if ``stop_workers``."""
+        self._closed = True
         self._dispatcher.stop(stop_workers)
         if self._dispatcher.guardian is not None:
             self._dispatcher.guardian.close()
@@ -280,10 +286,18 @@ class ClusterCoordinator:
 
     def _check_tasks(self) -> None:
         """Raise where what is waited for can never come: a server, or all workers, are given up."""
+        self._check_open()
         self.strategy.cluster.check("ps")
         if not self._dispatcher.workers:
             self.strategy.cluster.check()
         self._check_broken()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TaskError(
+                "the coordinator is closed: no worker gets a step from it any more. Make a new "
+                "ParameterServer, and a ClusterCoordinator of it."
+            )
 
     def _check_broken(self) -> None:
         if self._dispatcher.broken is not None:
