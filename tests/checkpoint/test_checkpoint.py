@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -16,8 +18,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshwright as mw
-from meshwright.checkpoint import files
+from meshwright.checkpoint import claims, files
 from meshwright.checkpoint.randomness import read_randomness, write_randomness
+from meshwright.run.saver import Saver
 
 
 def state_of(**params: Any) -> mw.TrainState:
@@ -260,6 +263,9 @@ def test_restoring_makes_no_large_array_whole_on_a_device(tmp_path: Path) -> Non
         (lambda path: mw.read_checkpoint(path / "run", step=4), r"no checkpoint of step 4.*\[1\]"),
         (lambda path: mw.Checkpoints(path / "empty").restore(state_of()), "no complete checkpoint"),
         (lambda path: mw.Checkpoints(path / "run", keep=0), "keep=0"),
+        (lambda path: mw.Checkpoints("gs://bucket/run"), "'gs://bucket/run' is an address"),
+        (lambda path: mw.Checkpoints(Path("s3://bucket/run")), "is an address"),
+        (lambda path: mw.Checkpoints(""), "received an empty one"),
     ],
 )
 def test_what_is_not_there_is_said(ask: Any, says: str, tmp_path: Path) -> None:
@@ -304,6 +310,65 @@ def test_a_record_that_is_cut_off_is_an_error_of_its_checkpoint(
     with mw.Checkpoints(tmp_path, keep=1) as checkpoints:  # and more are written
         checkpoints.save(3, state_of(w=np.zeros(2)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2", "step_3"]
+
+
+@pytest.mark.parametrize("lost", ["manifest.ocdbt", "d/*", "ocdbt.process_0/d/*"])
+def test_files_that_are_cut_off_or_missing_are_an_error_of_their_checkpoint(
+    lost: str, tmp_path: Path
+) -> None:
+    state = state_of(w=np.arange(3e5, dtype="float32"))
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state)
+    files_of_step = list((tmp_path / "step_2").glob(lost))
+    for file in files_of_step:
+        file.write_bytes(b"")
+    assert files_of_step
+    with pytest.raises(mw.CheckpointError, match=r"step_2 is damaged.*Move step_2 out"):
+        mw.Checkpoints(tmp_path).restore(state)
+    (tmp_path / "step_2").rename(tmp_path / "damaged")
+    assert mw.Checkpoints(tmp_path).restore(state).params["w"][-1] == 299_999
+
+
+def test_only_one_process_runs_in_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "_WAIT_S", 0.1)
+    (tmp_path / "run").mkdir()
+    other = os.open(tmp_path / "run", os.O_RDONLY)  # a lock of its own, as another process has it
+    fcntl.flock(other, fcntl.LOCK_EX)
+    unfinished = tmp_path / "run" / "step_3.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    saver = Saver.of(tmp_path / "run", None, 3, "auto")
+    with pytest.raises(mw.CheckpointError, match="another process is running"), saver.running():
+        pass
+    with mw.Checkpoints(tmp_path / "run") as checkpoints:  # one by hand, beside a run
+        checkpoints.save(1, state_of(w=np.zeros(2)))
+    assert unfinished.exists()
+    os.close(other)
+    with saver.running(), saver.running():  # two of one process
+        assert not unfinished.exists()
+    assert not claims.is_held(tmp_path / "run")
+
+
+def test_a_fork_does_not_hold_the_directory_of_its_parent(tmp_path: Path) -> None:
+    code = f"""if True:
+        import os, pathlib, signal, time
+        from meshwright.checkpoint import claims
+        run = pathlib.Path({str(tmp_path)!r})
+        with claims.claimed(run):
+            assert claims.is_held(run)
+            read, write = os.pipe()
+            child = os.fork()
+            if not child:
+                os.write(write, b".")
+                time.sleep(30)
+            os.read(read, 1)
+        print(claims.is_held(run))
+        os.kill(child, signal.SIGKILL)
+    """
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert said.stdout == "False\n"
 
 
 def test_randomness_comes_back_after_normal_draws_too() -> None:

@@ -6,13 +6,14 @@ which costs several times the work for the many small arrays of a training state
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MeshwrightError
 from ..extras import require
 from .record import KEY, CheckpointInfo, SavedArray, to_record
 from .snapshot import laid_out
@@ -62,9 +63,26 @@ def read(checkpointer: Any, info: CheckpointInfo, like: dict[str, Any]) -> dict[
         restore_args={key: arguments(value) for key, value in filled.items()},
         partial_restore=True,
     )
-    restored = checkpointer.restore(info.directory.absolute(), args=args) if filled else {}
+    with _damage_named(info):
+        restored = checkpointer.restore(info.directory.absolute(), args=args) if filled else {}
     values = _unpack(restored.pop(_PACKED), packed) if small else {}
     return {**restored, **empty, **{key: laid_out(values[key], small[key]) for key in small}}
+
+
+@contextlib.contextmanager
+def _damage_named(info: CheckpointInfo) -> Iterator[None]:
+    """Raise :class:`CheckpointError` for what Orbax raises where files are missing or broken."""
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except (ValueError, KeyError, OSError) as error:
+        why = str(error).split(" [tensorstore_spec")[0].split(" [source locations")[0]
+        name = info.directory.name
+        raise CheckpointError(
+            f"{info.directory} is damaged, or not whole: {why}. Move {name} out of the directory, "
+            "to go on from the checkpoint before it, or name an earlier one."
+        ) from error
 
 
 def _empty(like: Any) -> Any:

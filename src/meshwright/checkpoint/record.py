@@ -21,6 +21,7 @@ KEY = "meshwright"  # where the record stands among Orbax' own metadata
 _FORMAT = 2  # 1 had no packed arrays
 _ORBAX_FILE = "_CHECKPOINT_METADATA"
 _NAME = re.compile(r"step_(\d+)(?:\.(\d+))?")
+_ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # gs://bucket, and pathlib's form of it, gs:/bucket
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,16 @@ def as_directory(directory: Any) -> Path:
     if not isinstance(directory, str | os.PathLike):
         raise CheckpointError(
             f"expected the path of a directory, such as 'runs/first'; received {directory!r}."
+        )
+    if not os.fspath(directory):
+        raise CheckpointError(
+            "expected the path of a directory, such as 'runs/first'; received an empty one. None "
+            "stands for no checkpoints."
+        )
+    if _ADDRESS.match(os.fspath(directory)):
+        raise CheckpointError(
+            f"{os.fspath(directory)!r} is an address and not the path of a directory. Mount the "
+            "object store, and name the directory where it is mounted."
         )
     return Path(directory)
 

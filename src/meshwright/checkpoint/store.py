@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..program import TrainState
 from . import files
+from .claims import claimed, is_held, make_directory, not_writable
 from .record import (
     PARTS,
     CheckpointInfo,
@@ -111,6 +113,21 @@ class Checkpoints:
         self._thread = self._thread or ThreadPoolExecutor(1, "meshwright-checkpoint")
         self._under_way = self._thread.submit(self._write, info, copies, late_notes, then)
 
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Around a run: no other process may write its run's checkpoints to the directory.
+
+        Makes the directory. Raises :class:`~meshwright.CheckpointError` where another process has
+        claimed it, or it cannot be written to.
+        """
+        if not _is_first_process():
+            yield
+            return
+        with claimed(self.directory) as is_first:
+            if is_first:
+                _tidy(self.directory)
+            yield
+
     def wait(self) -> None:
         """Return when nothing is being written any more.
 
@@ -174,7 +191,9 @@ class Checkpoints:
     def _new_path(self, step: int) -> Path:
         if self._names is None:
             if _is_first_process():
-                _tidy(self.directory)
+                make_directory(self.directory)
+                if not is_held(self.directory):  # a run may be writing there
+                    _tidy(self.directory)
             self._names = complete_names(self.directory)
         path = path_for(self.directory, step, self._names)
         self._names.add(path.name)
@@ -218,16 +237,13 @@ def restore_state(
 
 
 def _tidy(directory: Path) -> None:
-    """Make the directory, and remove what a killed writer left there half done."""
+    """Remove what a killed writer left there half done."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         for path in directory.iterdir():
             if is_leftover_name(path.name):
                 files.remove(path)
     except OSError as error:
-        raise CheckpointError(
-            f"checkpoints cannot be written to {directory}: {error}. Name another directory."
-        ) from error
+        raise not_writable(directory, error) from error
 
 
 def _is_first_process() -> bool:

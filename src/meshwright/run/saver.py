@@ -142,8 +142,10 @@ class Saver:
         """Around the whole run: signals are heard, and what is being written is finished."""
         if self.checkpoints is not None:
             _check_shared(self.checkpoints.directory)
-        copies = contextlib.closing(self._copies) if self._copies else contextlib.nullcontext()
-        with self.stopping, copies, self.checkpoints or contextlib.nullcontext():
+        nothing = contextlib.nullcontext()
+        claim = self.checkpoints.claimed() if self.checkpoints is not None else nothing
+        copies = contextlib.closing(self._copies) if self._copies else nothing
+        with claim, self.stopping, copies, self.checkpoints or nothing:
             try:
                 yield
                 self.stopping.finish()
