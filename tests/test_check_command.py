@@ -181,7 +181,9 @@ def test_options_come_from_a_file_and_the_command_line_wins(job, place):
         ("dry-run = 3", "conf.toml: 'dry-run' must be a table."),
         ("mesh = ['batch=8']", "conf.toml: 'mesh' takes one value; received a list of 1."),
         ("mesh = 'batch'", "(from conf.toml)"),
-        ("mesh = ", "Could not open file 'conf.toml'"),
+        ("mesh = ", "conf.toml cannot be read as TOML: "),
+        ("mesh = 8", "Invalid value for '--mesh': "),
+        ("rows = true", "conf.toml: 'rows': expected a text or a number; received true."),
     ],
 )
 def test_faults_of_a_file_with_defaults_name_it(job, text, message):

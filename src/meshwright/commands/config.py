@@ -51,7 +51,7 @@ def _read(path: Path | None) -> tuple[Mapping[str, Any], str]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         if path is None:
             return {}, ""  # somebody else's file, which others report
-        raise click.FileError(str(file), hint=str(error)) from error
+        raise click.UsageError(f"{file} cannot be read as TOML: {error}.") from error
     if file.name == _PYPROJECT.name:
         return tables.get("tool", {}).get("meshwright", {}), f"{file} [tool.meshwright]"
     return tables, str(file)
@@ -94,12 +94,26 @@ def _value(param: click.Parameter, value: Any, place: str) -> Any:
     if isinstance(value, Mapping):  # a mesh
         value = ",".join(f"{key}={item}" for key, item in value.items())
     several = param.multiple or param.nargs == -1
+    if isinstance(value, list) and not several and str(param.metavar).endswith(",..."):
+        return ",".join(_scalar(param, item, place) for item in value)
     if isinstance(value, list):
         if not several:
             raise click.UsageError(f"{place} takes one value; received a list of {len(value)}.")
         one = param if param.opts[0] in _TABLES else _one
         return [_item(one, item, place) for item in value]
+    value = _scalar(param, value, place)
     return [value] if several else value
+
+
+def _scalar(param: click.Parameter, value: Any, place: str) -> Any:
+    """One value as text, which the option reads as it would on the command line; a flag's stays."""
+    is_flag = getattr(param, "is_flag", False)
+    if is_flag != isinstance(value, bool):
+        expected = "true or false" if is_flag else "a text or a number"
+        raise click.UsageError(f"{place}: expected {expected}; received {json.dumps(value, default=str)}.")
+    if not isinstance(value, bool | int | float | str):  # a date, or a list in a list
+        raise click.UsageError(f"{place}: expected a text or a number; received {value}.")
+    return value if is_flag else str(value)
 
 
 def _item(param: click.Parameter, value: Any, place: str) -> Any:

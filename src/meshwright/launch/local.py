@@ -146,8 +146,8 @@ class LocalCluster:
         """
         if self._closed:
             raise TaskError(
-                "the cluster is closed: its workers and servers have ended. Make a new LocalCluster, "
-                "and a ParameterServer on it."
+                "the cluster is closed: its workers and servers have ended. Make a new "
+                "LocalCluster, and a ParameterServer on it."
             )
         self._supervisor.check(job)
 
