@@ -223,6 +223,19 @@ def test_a_body_that_stalls_times_out():
     assert asyncio.run(scenario()) == 408
 
 
+def test_a_body_that_stalls_while_the_server_ends_gets_the_answer_of_one_that_is_not_ready():
+    async def scenario() -> tuple[int, str]:
+        async with running(app_of()) as app:
+            request = asyncio.ensure_future(Call("POST", PATH, b"{", stalls=True).to(app))
+            await asyncio.sleep(0.05)
+            app.state.draining = True
+            request.cancel()  # as uvicorn does once its time to end is over
+            answered = await request
+            return answered.status, answered.json["error_code"]
+
+    assert asyncio.run(scenario()) == (503, "not_ready")
+
+
 def test_all_bodies_together_have_a_limit_and_give_their_share_back():
     model = Linear()
 

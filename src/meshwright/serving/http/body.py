@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from ...errors import OverloadedError, RequestError
+from ...errors import NotReadyError, OverloadedError, RequestError
 from ...units import bytes_text
 from .limits import Limits
 from .problems import BodyTooLargeError, ClientGoneError, MediaTypeError, SlowBodyError, short
@@ -75,7 +75,8 @@ class Held:
 async def read_body(request: Request, limits: Limits, reserved: Held) -> bytes:
     """The body, decompressed.
 
-    Raises BodyTooLargeError, SlowBodyError, MediaTypeError, ClientGoneError, or OverloadedError.
+    Raises BodyTooLargeError, SlowBodyError, MediaTypeError, ClientGoneError, or OverloadedError;
+    NotReadyError where the server ends meanwhile.
     """
     window = _window(request.headers.get("content-encoding", ""))
     announced = request.headers.get("content-length", "0")
@@ -90,6 +91,12 @@ async def read_body(request: Request, limits: Limits, reserved: Held) -> bytes:
         ) from None
     except ClientDisconnect:
         raise ClientGoneError("the client left before its body was read.") from None
+    except asyncio.CancelledError:
+        if not getattr(request.app.state, "draining", False):
+            raise
+        raise NotReadyError(
+            "the server ended before all of the body had arrived. Send the request again."
+        ) from None
     if window is None:
         return body
     if len(body) < _STEP // 64:
