@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -38,6 +39,8 @@ from meshwright.launch.signals import Stopping
 from meshwright.launch.stalls import Seen, learn, stalls
 from meshwright.launch.standstill import Standstill
 from meshwright.launch.stragglers import Stragglers
+from meshwright.launch.supervision import Event
+from meshwright.launch.watch import Watch, task_of
 from meshwright.run.counted_step import CountedStep
 
 PROGRAM = str(Path(__file__).parent / "grouped.py")
@@ -163,6 +166,8 @@ def test_what_cannot_be_started_is_refused(tmp_path, monkeypatch):
         run_group(["nowhere.py"], GroupOptions(2))
     with pytest.raises(ClusterError, match=r"processes must be 1 or more.*\n.*stall_s must be"):
         GroupOptions(0, stall_s=-1)
+    with pytest.raises(ClusterError, match="folder for logs cannot be made.*--log-dir"):
+        run_group([PROGRAM], GroupOptions(2, log_dir=Path("/dev/null/logs")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     with pytest.raises(ClusterError, match=r"3 GPUs \(0, 1, 2\) cannot be shared out evenly among"):
@@ -254,6 +259,20 @@ def test_a_rank_that_does_nothing_while_others_wait_is_named_once_and_early():
     )
     assert not holdups.look([waits, elsewhere], 100.0)
     assert not Holdups(Limits()).look([seen(0, "script", 8), elsewhere], 1000.0)
+
+
+def test_one_that_left_quietly_is_named_beside_the_exception_of_another(tmp_path):
+    """``os._exit(0)``: the sum of the others breaks off, and would be blamed alone."""
+    for rank in range(2):
+        new_board(join.board_path(tmp_path, rank))
+        Board(join.board_path(tmp_path, rank)).write("script")
+    join.error_path(tmp_path, 0).write_text("ValueError: Gloo AllGather failed")
+    ended = SimpleNamespace(events=(Event(1.0, task_of(1), "ended", 0),), pid=lambda _: os.getpid())
+    logs: Any = SimpleNamespace(last_lines=lambda *_, **__: ())
+    failure = Watch(range(2), 2, tmp_path, cast("Any", ended), logs, Limits()).look(None)
+    assert failure is not None
+    assert failure.rank == 0
+    assert "; rank 1 had ended by then, with exit code 0." in failure.text()
 
 
 def test_limits_in_the_environment_are_checked_all_at_once(monkeypatch):

@@ -110,7 +110,9 @@ def _scalar(param: click.Parameter, value: Any, place: str) -> Any:
     is_flag = getattr(param, "is_flag", False)
     if is_flag != isinstance(value, bool):
         expected = "true or false" if is_flag else "a text or a number"
-        raise click.UsageError(f"{place}: expected {expected}; received {json.dumps(value, default=str)}.")
+        raise click.UsageError(
+            f"{place}: expected {expected}; received {json.dumps(value, default=str)}."
+        )
     if not isinstance(value, bool | int | float | str):  # a date, or a list in a list
         raise click.UsageError(f"{place}: expected a text or a number; received {value}.")
     return value if is_flag else str(value)

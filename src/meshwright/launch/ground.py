@@ -59,7 +59,7 @@ class Ground:
     def __init__(self, options: GroupOptions, rule: Elastic) -> None:
         self._options, self.rule = options, rule
         if options.log_dir is not None:
-            options.log_dir.mkdir(parents=True, exist_ok=True)
+            _make_folder(options.log_dir)
         changes = options.is_elastic or options.nodes > 1
         self._devices = device_variables(
             options.processes, options.devices, os.environ, changes=changes
@@ -149,6 +149,15 @@ class Ground:
                 )
             time.sleep(_LOOK_EVERY_S)
         return present
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(
+            f"the folder for logs cannot be made: {error}. Name another one by --log-dir."
+        ) from error
 
 
 def _compiled_in(folder: Path) -> dict[str, str]:

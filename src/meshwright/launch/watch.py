@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from . import outside
@@ -139,7 +139,7 @@ class Watch:
         if written:
             rank = min(written, key=lambda r: written[r])
             trace = error_path(self._folder, rank).read_text()
-            what = f"raised an exception {self._where(rank)}"
+            what = f"raised an exception {self._where(rank)}{_ended_well(codes)}"
             failure = self._failure(rank, what, codes.get(rank) or 1, trace)
             return dataclasses.replace(failure, section="failed", lines=())
         rank = failing[0]
@@ -207,6 +207,16 @@ class Watch:
         """The step of the newest checkpoint that one of them has written or begun with."""
         boards = [read_board(board_path(self._folder, rank)) for rank in self.states]
         return max(-1, *(board.saved for board in boards))
+
+
+def _ended_well(codes: Mapping[int, int]) -> str:
+    """Who had ended without an error: an exception elsewhere may come from waiting for them.
+
+    >>> _ended_well({1: 0, 2: 1, 3: 0}), _ended_well({2: 1})
+    ('; rank 1, 3 had ended by then, with exit code 0', '')
+    """
+    ended = ", ".join(str(rank) for rank, code in codes.items() if code == 0)
+    return f"; rank {ended} had ended by then, with exit code 0" if ended else ""
 
 
 def task_of(rank: int) -> Task:
