@@ -166,7 +166,7 @@ def test_what_cannot_be_started_is_refused(tmp_path, monkeypatch):
         run_group(["nowhere.py"], GroupOptions(2))
     with pytest.raises(ClusterError, match=r"processes must be 1 or more.*\n.*stall_s must be"):
         GroupOptions(0, stall_s=-1)
-    with pytest.raises(ClusterError, match="folder for logs cannot be made.*--log-dir"):
+    with pytest.raises(ClusterError, match=r"folder for logs cannot be made.*--log-dir"):
         run_group([PROGRAM], GroupOptions(2, log_dir=Path("/dev/null/logs")))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
