@@ -350,6 +350,11 @@ def test_a_deadline_that_passes_is_a_504():
     assert asyncio.run(scenario()) == 504
 
 
+def test_a_name_that_no_url_leads_to_is_refused():
+    with pytest.raises(ServingError, match="whose name has a slash: 'runs/sums'"):
+        app_of(Linear("runs/sums"))
+
+
 def test_limits_must_fit_each_other():
     with pytest.raises(ServingError, match="tensors=0"):
         Limits(tensors=0)

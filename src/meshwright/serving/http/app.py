@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from ...errors import MeshwrightError, NotReadyError, RequestError
+from ...errors import MeshwrightError, NotReadyError, RequestError, ServingError
 from ...views import view_of
 from ..api import Answer, Models, ServedModel
 from . import predicting
@@ -52,7 +52,7 @@ def serving_app(
     Its lifespan starts the models and drains them. Mounted in another app it has none: the first
     request starts them then, unless the other lifespan does, and that one must drain them.
 
-    Raises ServingError for keys that are too short.
+    Raises ServingError for keys that are too short, and for a model whose name has a slash.
 
     >>> import meshwright as mw, numpy as np
     >>> example = np.ones([1, 3], "float32")
@@ -64,6 +64,7 @@ def serving_app(
     secrets = tuple(keys)
     if secrets:
         check_keys(secrets, "keys")
+    _check_names(models)
     face = _Face(models, limits or Limits())
 
     @asynccontextmanager
@@ -89,6 +90,14 @@ def serving_app(
     )
     app.state.models = models
     return app
+
+
+def _check_names(models: Models) -> None:
+    if hidden := [name for name in models.names() if "/" in name]:
+        raise ServingError(
+            f"no path of a URL leads to a model whose name has a slash: {hidden[0]!r}. Give it "
+            "another one, by name= or --name."
+        )
 
 
 async def _unrouted(http: Request, error: HTTPException) -> Response:
