@@ -83,7 +83,7 @@ def _locked(directory: Path) -> int:
 
 
 def _try(descriptor: int) -> bool:
-    """Whether nobody else holds it; from now on this descriptor does."""
+    """Lock the directory by this descriptor; whether it was free."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
