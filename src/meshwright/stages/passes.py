@@ -20,6 +20,7 @@ from ..program import Arrays
 from .halves import Halves
 from .parts import Functions
 from .places import entry, plus, put
+from .rooms import Around, Rooms
 from .setting import Own, Rest, Setting
 
 
@@ -59,6 +60,7 @@ class Passes:
         self._shared, self._micros = shared, micros
         self.before = {path: others[path] for path in setting.functions.params_before}
         self.after = {path: others[path] for path in setting.functions.params_after}
+        self._rooms = Rooms()
 
     def _by_repeat(self, arrays: list[Any], dim: int = 0) -> list[Any]:
         """With dims of repeats and of blocks in place of that of blocks."""
@@ -101,12 +103,16 @@ class Passes:
         """The input of the first block."""
         return self._head(self.before, micro)
 
-    def no_grads_around(self, nothing: list[Any]) -> tuple[Arrays, Arrays]:
-        """Zeros that :meth:`at_input` and :meth:`at_own_loss` add to; ``nothing`` are zeros like a
+    def no_grads_around(self, nothing: list[Any]) -> Around:
+        """Zeros that :meth:`at_input` and :meth:`at_loss` add to; ``nothing`` are zeros like a
         result of a block."""
         before = jax.eval_shape(lambda: self._of_input(nothing, 0))
         after = jax.eval_shape(lambda: self._of_loss(nothing, 0)[1])
-        return self._zeros_of_rows(before, self.before), self._zeros_of_rows(after, self.after)
+        zeros = self._zeros_of_rows(before, self.before), self._zeros_of_rows(after, self.after)
+        if self._setting.shares_rooms:
+            ndims = {path: value.ndim for path, value in self._others.items()}
+            self._rooms = Rooms.of(*zeros, ndims)
+        return self._rooms.zeros(*zeros)
 
     def _zeros_of_rows(self, shapes: Arrays, params: Arrays) -> Arrays:
         """Zeros of these shapes; gradients in parts have a dim of them in front."""
@@ -116,9 +122,15 @@ class Passes:
             for path, value in zeros.items()
         }
 
-    def at_input(self, gradient: list[Any], grads: Arrays, micro: Any) -> Arrays:
-        """Gradients with those of what comes before the blocks."""
-        return _added(grads, self._of_input(gradient, micro))
+    def apart(self, sums: Around) -> tuple[Arrays, Arrays]:
+        """Sums of gradients of what comes before the blocks, and of what comes after them."""
+        stage = jax.lax.axis_index(self._setting.axis)
+        is_last = stage == self._setting.plan.table.stages - 1
+        return self._rooms.apart(sums, stage == 0, is_last)
+
+    def at_input(self, gradient: list[Any], sums: Around, micro: Any) -> Around:
+        """Sums with the gradients of what comes before the blocks."""
+        return self._rooms.with_before(sums, self._of_input(gradient, micro))
 
     def _of_input(self, gradient: list[Any], micro: Any) -> Arrays:
         """Gradients of what comes before the blocks, of one micro-batch."""
@@ -152,18 +164,19 @@ class Passes:
         return jnp.concatenate([grad[None], rest])
 
     def at_loss(self, y: list[Any], results: dict[str, Any], micro: Any) -> Any:
-        """Gradients, metrics and logs with those of a micro-batch, and the gradient of ``y``."""
-        gradient, grads, metric_inputs = self.at_own_loss(y, results["grads_after"], micro)
+        """Sums of gradients, metrics and logs with those of a micro-batch, and the gradient of
+        ``y``."""
+        gradient, sums, metric_inputs = self.at_own_loss(y, results["around"], micro)
         metrics, logs = self._measured(results["metrics"], results["logs"], metric_inputs, micro)
-        return {**results, "grads_after": grads, "metrics": metrics, "logs": logs}, gradient
+        return {**results, "around": sums, "metrics": metrics, "logs": logs}, gradient
 
     def at_own_loss(
-        self, y: list[Any], grads: Arrays, micro: Any
-    ) -> tuple[list[Any], Arrays, list[Any]]:
-        """The gradient of ``y``, gradients with those of a micro-batch, and what its metrics need,
-        whatever came before it."""
+        self, y: list[Any], sums: Around, micro: Any
+    ) -> tuple[list[Any], Around, list[Any]]:
+        """The gradient of ``y``, sums with the gradients of a micro-batch, and what its metrics
+        need, whatever came before it."""
         (gradient, metric_inputs), more = self._of_loss(y, micro)
-        return gradient, _added(grads, more), metric_inputs
+        return gradient, self._rooms.with_after(sums, more), metric_inputs
 
     def _of_loss(self, y: list[Any], micro: Any) -> tuple[tuple[list[Any], list[Any]], Arrays]:
         """The gradient of ``y`` and what metrics need, and gradients of one micro-batch."""
@@ -477,7 +490,3 @@ class Passes:
         fixed, counted = self._state
         state = {**fixed, **{path: values[micro] for path, values in counted.items()}}
         return self._setting.known(params, state, rest, [leaf[micro] for leaf in self._micros])
-
-
-def _added(grads: Arrays, more: Arrays) -> Arrays:
-    return {path: grads[path] + more[path] for path in grads}

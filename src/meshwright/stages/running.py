@@ -228,7 +228,7 @@ class Runner:
         metrics, logs = last.metrics, last.logs
         if setting.deal.shares_loss:
             metrics, logs = passes.measured(metrics, logs, last.metric_inputs)
-        tops = last.grads_before, last.grads_after, metrics, logs
+        tops = *passes.apart(last.around), metrics, logs
         return passes.joined(last.own_grads), *jax.tree.map(lambda value: value[None], tops)
 
 

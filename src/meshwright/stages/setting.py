@@ -115,6 +115,12 @@ class Setting:
         return runs_alone(self.mesh.shape, self.axis, self.rows)
 
     @property
+    def shares_rooms(self) -> bool:
+        """Whether sums of what comes before the blocks and after them may have one room: no stage
+        makes both, and no axis splits them in another way."""
+        return self.skips and self.plan.table.stages > 1 and not self.deal.shares_loss
+
+    @property
     def writes_in_branches(self) -> bool:
         """Whether buffers go through branches, which write them in place."""
         return self.skips and self.in_branches

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .passes import Kept, Passes
 from .places import entry, put
 from .plan import Phase, Row
+from .rooms import Around
 from .setting import Setting
 
 
@@ -25,13 +26,12 @@ class Carry(NamedTuple):
     arriving: Any
     leaving: Any  # a gradient
     own_grads: Any  # of the blocks, as passes add to them
-    grads_before: Any  # of parameters that are read before the blocks, and after them
-    grads_after: Any
+    around: Any  # sums of gradients of parameters that are read before the blocks, and after them
     metrics: Any
     logs: Any
     losses: Any = ()  # where all stages compute the loss: results, then their gradients
     metric_inputs: Any = ()  # what metrics need of each micro-batch of this stage
-    around: Any = ()  # a result on its way to the stage that computes its loss
+    passing: Any = ()  # a result on its way to the stage that computes its loss
     coming: Any = ()  # a gradient on its way from there to the last stage
 
 
@@ -60,8 +60,8 @@ class Ticks:
             ]
 
         logs = {p: jnp.zeros(v.aval.shape, v.aval.dtype) for p, v in traced.logs.items()}
-        before, after = passes.no_grads_around(self._nothing())
-        losses = self._no_losses(buffers, after) if self._shares_loss else {}
+        around = passes.no_grads_around(self._nothing())
+        losses = self._no_losses(buffers, around) if self._shares_loss else {}
         return Carry(
             inputs=buffers(plan.slots + 1),
             gradients=buffers(plan.gradient_slots + 1),
@@ -70,8 +70,7 @@ class Ticks:
             arriving=self._nothing(),
             leaving=self._nothing(),
             own_grads=passes.no_grads(),
-            grads_before=before,
-            grads_after=after,
+            around=around,
             metrics=passes.rest.metrics,
             logs=logs,
             **losses,
@@ -86,13 +85,13 @@ class Ticks:
         """Whether stages write in every tick, what is not needed into one buffer more."""
         return not self._setting.writes_in_branches
 
-    def _no_losses(self, buffers: Callable[[int], list[Any]], grads: Any) -> dict[str, Any]:
+    def _no_losses(self, buffers: Callable[[int], list[Any]], around: Around) -> dict[str, Any]:
         """Before the first tick, of what all stages do after the blocks."""
         table, at_loss = self._table, self._passes.at_own_loss
-        shapes = jax.eval_shape(lambda: at_loss(self._nothing(), grads, 0)[2])
+        shapes = jax.eval_shape(lambda: at_loss(self._nothing(), around, 0)[2])
         count = table.micro_batches // table.stages
         metric_inputs = [jnp.zeros((count, *of.shape), of.dtype) for of in shapes]
-        nothing = {"around": self._nothing(), "coming": self._nothing()}
+        nothing = {"passing": self._nothing(), "coming": self._nothing()}
         return {
             "losses": buffers(self._setting.plan.loss_slots),
             "metric_inputs": metric_inputs,
@@ -151,7 +150,7 @@ class Ticks:
         )
         carry, y = self._forward(phase, carry, row)
         if self._shares_loss and phase.forward:
-            carry = carry._replace(around=self._sent_around(carry, row, y))
+            carry = carry._replace(passing=self._sent_around(carry, row, y))
         carry, gradient = self._backward(phase, carry, row)
         carry = self._late_weights(phase, carry, row)
         y, carry = _one_after_the_other((y, carry))
@@ -174,21 +173,24 @@ class Ticks:
         """With losses and their gradients, in the ticks that have them, and the gradients a stage
         further."""
 
+        only_after = carry.around._replace(before={})
+
         def work() -> tuple[Any, ...]:
             at_loss = self._passes.at_own_loss
-            gradient, grads, metric_inputs = at_loss(carry.around, carry.grads_after, row.loss)
+            gradient, around, metric_inputs = at_loss(carry.passing, only_after, row.loss)
             number = row.loss // self._table.stages
             return (
                 put(carry.losses, (row.loss_slot,), gradient),
-                grads,
+                around.after,
                 put(carry.metric_inputs, (number,), metric_inputs),
             )
 
         rows = self._setting.plan.rows.loss[phase.first : phase.end]
         if (rows >= 0).any():  # in one tick all stages have one, so any may wait for all there
-            nothing = carry.losses, carry.grads_after, carry.metric_inputs
-            losses, grads, metric_inputs = jax.lax.cond(row.loss >= 0, work, lambda: nothing)
-            carry = carry._replace(losses=losses, grads_after=grads, metric_inputs=metric_inputs)
+            nothing = carry.losses, only_after.after, carry.metric_inputs
+            losses, after, metric_inputs = jax.lax.cond(row.loss >= 0, work, lambda: nothing)
+            around = carry.around._replace(after=after)
+            carry = carry._replace(losses=losses, around=around, metric_inputs=metric_inputs)
         if not phase.backward:
             return back, carry
         back, coming = _one_after_the_other((back, carry.coming))
@@ -200,8 +202,8 @@ class Ticks:
     def _sent_around(self, carry: Carry, row: Row, y: list[Any]) -> list[Any]:
         """What goes around, a stage further, with the last stage's result in it."""
         is_last = self._is_last(row.stage, row.forward_repeat)
-        around = [jnp.where(is_last, *of) for of in zip(y, carry.around, strict=True)]
-        return self._send(around, 1, goes_around=True)
+        passing = [jnp.where(is_last, *of) for of in zip(y, carry.passing, strict=True)]
+        return self._send(passing, 1, goes_around=True)
 
     def _send(self, values: list[Any], step: int, goes_around: bool = False) -> list[Any]:
         count = self._table.stages
@@ -290,14 +292,15 @@ class Ticks:
                 lambda: (_results(carry) | {"own_grads": carry.own_grads}, self._nothing()),
                 phase.backward,
             )
-        # What travels through a branch is copied there: of gradients as large as a vocabulary, no
-        # more than this branch adds to.
-        results["grads_before"] = self._if(
+        around = results["around"]
+        sums = around._replace(before=carry.around.before, after={})
+        sums = self._if(
             (row.backward >= 0) & self._is_first(row.stage, row.backward_repeat),
-            lambda: self._passes.at_input(gradient, carry.grads_before, row.backward),
-            lambda: carry.grads_before,
+            lambda: self._passes.at_input(gradient, sums, row.backward),
+            lambda: sums,
             phase.backward,
         )
+        results["around"] = sums._replace(after=around.after)
         return carry._replace(**results), gradient
 
     def _differentiated(self, carry: Carry, row: Row) -> tuple[dict[str, Any], list[Any]]:
@@ -381,5 +384,7 @@ def _one_after_the_other(values: Any) -> Any:
 
 
 def _results(carry: Carry) -> dict[str, Any]:
-    """What the loss of a micro-batch changes."""
-    return {name: getattr(carry, name) for name in ("grads_after", "metrics", "logs")}
+    """What the loss of a micro-batch changes. What travels through a branch is copied there: of
+    gradients as large as a vocabulary, no more than it adds to."""
+    around = carry.around._replace(before={})
+    return {"around": around, "metrics": carry.metrics, "logs": carry.logs}

@@ -18,6 +18,7 @@ from .by_stage import from_row, packed_row
 from .packing import Pack, Packing
 from .passes import Kept, Passes
 from .places import entry, plus, put
+from .rooms import Around
 from .running import Runner, Taken
 from .segments import Packed, Segments
 from .setting import Own, Rest, Setting
@@ -39,13 +40,13 @@ class UnequalPasses(Passes):
         """Nothing: the first stage reads the batch itself."""
         return self._nothing()
 
-    def no_grads_around(self, nothing: list[Any]) -> tuple[Arrays, Arrays]:
+    def no_grads_around(self, nothing: list[Any]) -> Around:
         """None: stages hold all weights."""
-        return {}, {}
+        return Around({}, {}, {})
 
-    def at_input(self, gradient: list[Any], grads: Arrays, micro: Any) -> Arrays:
-        """The gradients as they are."""
-        return grads
+    def at_input(self, gradient: list[Any], sums: Around, micro: Any) -> Around:
+        """The sums as they are."""
+        return sums
 
     def at_loss(self, y: list[Any], results: dict[str, Any], micro: Any) -> Any:
         """Metrics, statistics and logs with those of a micro-batch, and the gradient of ``y``."""
