@@ -186,6 +186,18 @@ def test_state_lies_on_its_stage_and_what_is_in_flight_grows_with_gpipe_alone():
     assert few.peak_bytes == few.memory.argument_bytes + few.memory.temporary_bytes
 
 
+def test_gradients_of_embedding_and_head_have_one_room_where_no_stage_makes_both():
+    def reads_both_first(params, ids):
+        return loss({**params, "first": params["first"] + params["last"].T}, ids)
+
+    mesh = {"stage": 4, "data": 2}
+    plain, twice = (
+        asked(mesh, 8, program=program_of(loss=of)).memory.temporary_bytes
+        for of in (loss, reads_both_first)
+    )
+    assert twice - plain == WIDTH * WORDS * 4
+
+
 def test_zero_shares_the_slots_of_stacked_blocks():
     pipeline = mw.Pipeline("stage", 4)
     strategy = mw.Sharded(

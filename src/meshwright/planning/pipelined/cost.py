@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -121,14 +121,16 @@ class SectionCost:
 @dataclass(frozen=True)
 class StageWork:
     """What one stage has to do, whatever the schedule: ``costs`` by section, seconds to gather what
-    lies in pieces over the stages, and bytes of one device: at rest, of the blocks' parameters and
-    of the others whole; and of one micro-batch, see :func:`_activations`."""
+    lies in pieces over the stages, and bytes of one device: at rest, of the blocks' parameters, of
+    the others whole, and of those whose gradients take the room of other ones; and of one
+    micro-batch, see :func:`_activations`."""
 
     costs: Mapping[Section, SectionCost]
     gathered_s: float
     resting_bytes: int
     own_bytes: int
     other_bytes: int
+    shared_bytes: int
     products: int
     needed: int
     at_loss: int
@@ -150,6 +152,7 @@ class StageWork:
             _resting(assignment, staging),
             own,
             sum(_others(assignment, staging)),
+            _in_one_room(assignment, staging, sections),
             *_activations(assignment, sections),
         )
 
@@ -329,6 +332,25 @@ def _others(assignment: Assignment, staging: Staging) -> list[int]:
     ]
 
 
+def _in_one_room(assignment: Assignment, staging: Staging, sections: Sequence[Section]) -> int:
+    """Bytes in one device of parameters that are read after the blocks alone, whose gradients take
+    the room of one that is read before them alone: see :class:`meshwright.stages.rooms.Rooms`."""
+    graph, read = assignment.problem.graph, {"before": set[int](), "after": set[int]()}
+    for section, operation in zip(sections, graph.operations, strict=True):
+        if section.phase == "forward" and section.name != "blocks":
+            read[section.name].update(operation.operands)
+    before, after = (
+        Counter(
+            (tuple(sorted(tensor.shape)), tensor.itemsize, _bytes_on_device(assignment, place))
+            for place, tensor in enumerate(graph.tensors)
+            if tensor.role == "parameter" and place in own - other
+            and tensor.path not in staging.block_paths
+        )
+        for own, other in (read.values(), reversed(read.values()))
+    )  # fmt: skip
+    return sum(count * nbytes for (_, _, nbytes), count in (before & after).items())
+
+
 # Bytes
 
 
@@ -364,8 +386,9 @@ def _bytes_on_device(assignment: Assignment, place: int) -> int:
 def _temporary(work: StageWork, staging: Staging, by_block: bool) -> int:
     """What a step holds beside state and inputs, as its loop over ticks does.
 
-    That is what is in flight, gradients, what is not of a block whole, with its gradients, and what
-    one pass keeps; then either the loss, or the gradients of a block before they are added.
+    That is what is in flight, gradients, what is not of a block whole, with its gradients, of which
+    some have one room where no stage makes both, and what one pass keeps; then either the loss, or
+    the gradients of a block before they are added.
     """
     runs, blocks = staging.pipeline.repeats, staging.blocks
     own, needed = work.own_bytes, work.needed
@@ -373,7 +396,10 @@ def _temporary(work: StageWork, staging: Staging, by_block: bool) -> int:
     in_flight = _bytes_in_flight(staging, result_bytes, work.products)
     if staging.pipeline.does_remat:
         in_flight += result_bytes // runs + (needed // blocks if by_block else 0)
-    at_peak = own + 2 * work.other_bytes + _buffers(staging) + in_flight
+    others = 2 * work.other_bytes
+    if staging.stages > 1 and staging.skips and not staging.shares_loss:
+        others -= work.shared_bytes
+    at_peak = own + others + _buffers(staging) + in_flight
     return at_peak + max(own // blocks, work.at_loss)
 
 
