@@ -122,9 +122,8 @@ class Passes:
             for path, value in zeros.items()
         }
 
-    def apart(self, sums: Around) -> tuple[Arrays, Arrays]:
+    def apart(self, sums: Around, stage: Any) -> tuple[Arrays, Arrays]:
         """Sums of gradients of what comes before the blocks, and of what comes after them."""
-        stage = jax.lax.axis_index(self._setting.axis)
         is_last = stage == self._setting.plan.table.stages - 1
         return self._rooms.apart(sums, stage == 0, is_last)
 

@@ -228,7 +228,7 @@ class Runner:
         metrics, logs = last.metrics, last.logs
         if setting.deal.shares_loss:
             metrics, logs = passes.measured(metrics, logs, last.metric_inputs)
-        tops = *passes.apart(last.around), metrics, logs
+        tops = *passes.apart(last.around, rows.stage[0, 0]), metrics, logs
         return passes.joined(last.own_grads), *jax.tree.map(lambda value: value[None], tops)
 
 
