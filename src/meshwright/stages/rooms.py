@@ -34,7 +34,7 @@ class Rooms:
     """``of_after`` says which sums of what comes after the blocks take the room of a sum of what
     comes before, and in which order of dims they lie there.
 
-    >>> shape = jax.ShapeDtypeStruct
+    >>> from jax import ShapeDtypeStruct as shape
     >>> embed, head = shape((50, 8), "float32"), shape((8, 50), "float32")
     >>> Rooms.of({"embed": embed}, {"head": head}, {"embed": 2, "head": 2})
     Rooms(of_after={'head': ('embed', (1, 0))})

@@ -172,7 +172,6 @@ class Ticks:
     ) -> tuple[list[Any], Carry]:
         """With losses and their gradients, in the ticks that have them, and the gradients a stage
         further."""
-
         only_after = carry.around._replace(before={})
 
         def work() -> tuple[Any, ...]:

@@ -335,20 +335,22 @@ def _others(assignment: Assignment, staging: Staging) -> list[int]:
 def _in_one_room(assignment: Assignment, staging: Staging, sections: Sequence[Section]) -> int:
     """Bytes in one device of parameters that are read after the blocks alone, whose gradients take
     the room of one that is read before them alone: see :class:`meshwright.stages.rooms.Rooms`."""
-    graph, read = assignment.problem.graph, {"before": set[int](), "after": set[int]()}
+    graph = assignment.problem.graph
+    read: dict[str, set[int]] = {"before": set(), "after": set(), "blocks": set()}
     for section, operation in zip(sections, graph.operations, strict=True):
-        if section.phase == "forward" and section.name != "blocks":
+        if section.phase == "forward":
             read[section.name].update(operation.operands)
-    before, after = (
-        Counter(
+
+    def kinds(places: set[int]) -> Counter[tuple[tuple[int, ...], int, int]]:
+        tensors = [(place, graph.tensors[place]) for place in places]
+        return Counter(
             (tuple(sorted(tensor.shape)), tensor.itemsize, _bytes_on_device(assignment, place))
-            for place, tensor in enumerate(graph.tensors)
-            if tensor.role == "parameter" and place in own - other
-            and tensor.path not in staging.block_paths
+            for place, tensor in tensors
+            if tensor.role == "parameter" and tensor.path not in staging.block_paths
         )
-        for own, other in (read.values(), reversed(read.values()))
-    )  # fmt: skip
-    return sum(count * nbytes for (_, _, nbytes), count in (before & after).items())
+
+    both = kinds(read["before"] - read["after"]) & kinds(read["after"] - read["before"])
+    return sum(count * nbytes for (_, _, nbytes), count in both.items())
 
 
 # Bytes
