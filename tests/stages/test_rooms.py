@@ -78,7 +78,9 @@ def test_rooms_are_found_for_sums_of_one_type_with_dims_of_the_same_sizes() -> N
     ndims = {"embed": 2, "head": 2, "gain": 1, "bias": 1, "table": 2}
     before = {"embed": Shape((2, 8, 2), "float32"), "bias": Shape((8,), "bfloat16")}
     after = {"gain": Shape((8,), "float32"), "head": Shape((2, 2, 8), "float32")}
-    assert Rooms.of(before, after, ndims) == Rooms({"head": ("embed", (0, 2, 1))})
+    large = Rooms({"head": ("embed", (0, 2, 1))})
+    assert Rooms.of(before, after, ndims) == Rooms.of(before, after, ndims, 64) == large
+    assert Rooms.of(before, after, ndims, 65) == Rooms()
     in_parts, whole = {"table": Shape((2, 8, 2), "float32")}, {"table": Shape((8, 2), "float32")}
     assert Rooms.of(whole, after, ndims) == Rooms.of(in_parts, whole, ndims) == Rooms()
     assert Rooms.of(whole, whole, ndims) == Rooms({"table": ("table", (0, 1))})

@@ -111,7 +111,8 @@ class Passes:
         zeros = self._zeros_of_rows(before, self.before), self._zeros_of_rows(after, self.after)
         if self._setting.shares_rooms:
             ndims = {path: value.ndim for path, value in self._others.items()}
-            self._rooms = Rooms.of(*zeros, ndims)
+            passed = sum(value.size * value.dtype.itemsize for value in nothing)
+            self._rooms = Rooms.of(*zeros, ndims, passed // self._setting.pieces)
         return self._rooms.zeros(*zeros)
 
     def _zeros_of_rows(self, shapes: Arrays, params: Arrays) -> Arrays:

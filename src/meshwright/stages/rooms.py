@@ -3,7 +3,8 @@
 All stages run one program, so each has room for every sum that any of them makes. What comes before
 the blocks is differentiated by the first stage alone, and what comes after them by the last one
 alone, so a sum of the one takes the room of a sum of the other that has dims of the same sizes: the
-head of a Transformer that of its embedding.
+head of a Transformer that of its embedding. Sums with fewer bytes than what stages pass on stay
+alone: compilers may copy more than these save.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Rooms:
 
     >>> from jax import ShapeDtypeStruct as shape
     >>> embed, head = shape((50, 8), "float32"), shape((8, 50), "float32")
-    >>> Rooms.of({"embed": embed}, {"head": head}, {"embed": 2, "head": 2})
+    >>> Rooms.of({"embed": embed}, {"head": head}, {"embed": 2, "head": 2}, least_bytes=1600)
     Rooms(of_after={'head': ('embed', (1, 0))})
     """
 
@@ -44,14 +45,24 @@ class Rooms:
 
     @classmethod
     def of(
-        cls, before: Mapping[str, Any], after: Mapping[str, Any], ndims: Mapping[str, int]
+        cls,
+        before: Mapping[str, Any],
+        after: Mapping[str, Any],
+        ndims: Mapping[str, int],
+        least_bytes: int = 0,
     ) -> Rooms:
         """Of the shapes of sums, and how many dims each weight has: a sum in parts has one more.
 
-        A weight that is read before and after has one room, the others find theirs from the largest
-        on.
+        Those with less than ``least_bytes`` in a part stay alone. A weight that is read before and
+        after has one room, the others find theirs from the largest on.
         """
-        free, result = dict(before), dict[str, tuple[str, Order]]()
+
+        def is_large(path: str, shape: Any) -> bool:
+            parts = len(shape.shape) - ndims[path]
+            return math.prod(shape.shape[parts:]) * shape.dtype.itemsize >= least_bytes
+
+        free = {path: shape for path, shape in before.items() if is_large(path, shape)}
+        result: dict[str, tuple[str, Order]] = {}
 
         def take(path: str, candidates: list[str]) -> None:
             for other in candidates:

@@ -335,7 +335,7 @@ def _others(assignment: Assignment, staging: Staging) -> list[int]:
 def _in_one_room(assignment: Assignment, staging: Staging, sections: Sequence[Section]) -> int:
     """Bytes in one device of parameters that are read after the blocks alone, whose gradients take
     the room of one that is read before them alone: see :class:`meshwright.stages.rooms.Rooms`."""
-    graph = assignment.problem.graph
+    graph, least = assignment.problem.graph, sum(staging.sent_bytes)
     read: dict[str, set[int]] = {"before": set(), "after": set(), "blocks": set()}
     for section, operation in zip(sections, graph.operations, strict=True):
         if section.phase == "forward":
@@ -350,7 +350,7 @@ def _in_one_room(assignment: Assignment, staging: Staging, sections: Sequence[Se
         )
 
     both = kinds(read["before"] - read["after"]) & kinds(read["after"] - read["before"])
-    return sum(count * nbytes for (_, _, nbytes), count in both.items())
+    return sum(count * nbytes for (_, _, nbytes), count in both.items() if nbytes >= least)
 
 
 # Bytes
