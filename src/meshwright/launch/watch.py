@@ -213,10 +213,13 @@ def _ended_well(codes: Mapping[int, int]) -> str:
     """Who had ended without an error: an exception elsewhere may come from waiting for them.
 
     >>> _ended_well({1: 0, 2: 1, 3: 0}), _ended_well({2: 1})
-    ('; rank 1, 3 had ended by then, with exit code 0', '')
+    ('; ranks 1, 3 had ended by then, with exit code 0', '')
     """
-    ended = ", ".join(str(rank) for rank, code in codes.items() if code == 0)
-    return f"; rank {ended} had ended by then, with exit code 0" if ended else ""
+    ended = [str(rank) for rank, code in codes.items() if code == 0]
+    if not ended:
+        return ""
+    name = "rank" if len(ended) == 1 else "ranks"
+    return f"; {name} {', '.join(ended)} had ended by then, with exit code 0"
 
 
 def task_of(rank: int) -> Task:
