@@ -197,3 +197,30 @@ def test_masks_go_from_one_part_to_the_next() -> None:
             values = [[v.value for v in part.trainable_variables] for part in (embed, read)]
             found.append(np.asarray(jax.jit(both)(*values, ids)))
     np.testing.assert_allclose(*found, atol=1e-6)
+
+
+def test_plain_keras_predicts_evaluates_and_trains_right_outside_the_scope() -> None:
+    """A laid-out model gets no guard from a scope then, and XLA alone predicts something else."""
+
+    def build() -> keras.Model:
+        first = layers.Dense(64, activation="relu", name="features")
+        wide = layers.Conv2DTranspose(16, 3, padding="same", name="wide")
+        last = layers.Conv2DTranspose(1, 3, padding="same", name="last")
+        images = [layers.Reshape([2, 2, 16]), wide, last]
+        model = keras.Sequential([keras.Input([2]), first, *images])
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        return model
+
+    layouts = {"features/kernel": [None, "model"], "(wide|last)/kernel": [None] * 3 + ["model"]}
+    strategy = mw.Sharded(mw.create_mesh({"batch": 4, "model": 2}), layouts)
+    draw = np.random.default_rng(6)
+    x, y = draw.normal(size=[16, 2]), draw.normal(size=[16, 2, 2, 1])
+    found = []
+    for how in (strategy, OneDevice()):
+        model = made(how, build)
+        loss = model.evaluate(x, y, verbose=0)
+        outputs = [model.predict(x, verbose=0), model.predict_on_batch(x)]
+        model.fit(x, y, batch_size=16, verbose=0, shuffle=False)
+        found.append([loss, *outputs, *model.get_weights()])
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -51,6 +51,10 @@ class KerasHooks(Protocol):
         """Around ``fit``, ``evaluate`` and ``predict``: what fails inside loses no weight."""
         ...
 
+    def in_keras(self) -> contextlib.AbstractContextManager[None]:
+        """Around these and their relatives for one batch: Keras itself calls the model."""
+        ...
+
 
 def install_keras_hooks(hooks: KerasHooks) -> None:
     """Ask ``hooks`` where Keras has no public hook; done once, and each passes on what is not ours.
@@ -81,6 +85,14 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
     _wrap(distribution_lib, "distribute_tensor", around.lay_out)
     for name in ("fit", "evaluate", "predict"):
         _wrap(trainer.JAXTrainer, name, around.guarded)
+        _wrap(trainer.JAXTrainer, _OF_ONE_BATCH[name], around.called)
+
+
+_OF_ONE_BATCH = {
+    "fit": "train_on_batch",
+    "evaluate": "test_on_batch",
+    "predict": "predict_on_batch",
+}
 
 
 class _Around:
@@ -131,7 +143,11 @@ class _Around:
         return original(tensor, layout) if ours is NotImplemented else ours
 
     def guarded(self, original: Any, model: Any, *args: Any, **kw: Any) -> Any:
-        with self.hooks.keep_weights(model):
+        with self.hooks.keep_weights(model), self.hooks.in_keras():
+            return original(model, *args, **kw)
+
+    def called(self, original: Any, model: Any, *args: Any, **kw: Any) -> Any:
+        with self.hooks.in_keras():
             return original(model, *args, **kw)
 
 

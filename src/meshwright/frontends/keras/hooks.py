@@ -88,10 +88,15 @@ class Hooks:
 
     def stateless_call(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         distribution: Any = keras.distribution.distribution()
-        is_plain = not _is_ours(distribution) or not isinstance(model, keras.Model)
-        if is_plain or _unguarded.get():
+        if _is_ours(distribution):
+            placement = distribution.placement
+        elif distribution is None and _in_keras.get():  # of a laid-out model, outside the scope
+            placement = None
+        else:
             return original(model, *args, **kwargs)
-        return _guarded_call(original, distribution.placement, model, *args, **kwargs)
+        if _unguarded.get() or not isinstance(model, keras.Model):
+            return original(model, *args, **kwargs)
+        return _guarded_call(original, placement, model, *args, **kwargs)
 
     def on_host(self, variable: Any) -> Any | None:
         value = variable.value
@@ -129,6 +134,9 @@ class Hooks:
                     _compat.restore_value(variable, value)
             raise
 
+    def in_keras(self) -> contextlib.AbstractContextManager[None]:
+        return scoped(_in_keras, True)
+
 
 def _value_text(array: np.ndarray) -> str:
     """A number as it is; of several their dims, type and a checksum of all of them."""
@@ -143,6 +151,7 @@ def _value_text(array: np.ndarray) -> str:
 
 
 _unguarded: ContextVar[bool] = ContextVar("unguarded", default=False)
+_in_keras: ContextVar[bool] = ContextVar("in_keras", default=False)
 
 
 def unguarded() -> contextlib.AbstractContextManager[None]:
@@ -152,26 +161,29 @@ def unguarded() -> contextlib.AbstractContextManager[None]:
 
 def _guarded_call(
     original: Callable[..., Any],
-    placement: Placement,
+    placement: Placement | None,
     model: keras.Model,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Keras' ``stateless_call``, with right gradients however its arguments are split.
+    """Keras' ``stateless_call``, with right numbers however its arguments are split.
 
-    ``args`` are values of trainable and other variables, then the model's inputs.
+    ``args`` are values of trainable and other variables, then the model's inputs, which are whole
+    where there is no placement.
     """
     trained, others, *inputs = args
-    lies = _input_layouts(placement, model, tuple(inputs))
     masks_of_inputs = _compat.masks_of(inputs)
-    inputs = _lying_so(inputs, lies)
+    lies = None
+    if placement is not None:
+        lies = _input_layouts(placement, model, tuple(inputs))
+        inputs = _lying_so(inputs, lies)
     _compat.set_masks(inputs, masks_of_inputs)
     layouts = (
         _parameter_layouts(placement, model),
         _variable_layouts(model.non_trainable_variables),
         lies,
     )
-    if is_safe(layouts):
+    if is_safe(layouts) or (placement is None and _on_several_meshes(layouts)):
         return original(model, trained, others, *inputs, **kwargs)
 
     def forward(trained: Any, others: Any, inputs: Any) -> Any:
@@ -184,9 +196,14 @@ def _guarded_call(
     return results
 
 
-def _parameter_layouts(placement: Placement, model: keras.Model) -> list[Layout | None]:
+def _on_several_meshes(layouts: Any) -> bool:
+    """Whether parts of a model were laid out by several strategies, which is left to XLA alone."""
+    return len({layout.bound_mesh() for layout in jax.tree.leaves(layouts)}) > 1
+
+
+def _parameter_layouts(placement: Placement | None, model: keras.Model) -> list[Layout | None]:
     """How parameters lie while they are used, which at level 3 of ZeRO is not how they are kept."""
-    if placement.zero < 3:
+    if placement is None or placement.zero < 3:
         return _variable_layouts(model.trainable_variables)
     infos = model_infos(model)
     used = [infos[id(variable)] for variable in model.trainable_variables]
