@@ -309,6 +309,22 @@ APART: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("transform", [jnp.fft.fft, jnp.fft.fft2])
+def test_fourier_transforms_along_split_features(transform: Any) -> None:
+    """As in FNet; bare, XLA on CPUs cannot run it, and says so in a word of its own sources."""
+    mesh = mw.create_mesh({"batch": 4, "model": 2})
+    layouts = mw.Layout([None, "model"], mesh), mw.Layout(["batch", None, None], mesh)
+
+    def loss(kernel: Any, x: Any) -> Any:
+        return total(jnp.tanh(jnp.real(transform(jnp.tanh(x @ kernel)))) ** 2)
+
+    draw = np.random.default_rng(1)
+    arrays = [draw.normal(size=dims).astype("float32") for dims in ([8, 8], [8, 4, 8])]
+    laid = [jax.device_put(a, layout.sharding) for a, layout in zip(arrays, layouts, strict=True)]
+    found = jax.jit(jax.grad(guard(loss, layouts)))(*laid)
+    np.testing.assert_allclose(found, jax.grad(loss)(*arrays), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", APART)
 def test_rows_that_divide_stay_split_beside_another_axis(name: str) -> None:
     """An operation that the guard does not know is taken to mix all dims: 4 rows over 8 devices."""

@@ -8,6 +8,8 @@ XLA (with Shardy, JAX's default) computes some windowed operations silently wron
 - the gradient of max pooling with overlapping windows over split rows;
 - gradients where a split dim does not divide: convolution, pooling, repeating, resizing.
 
+On CPUs it cannot run a Fourier transform along a dim that is split.
+
 :func:`guard` follows on the traced function which axes can reach which dims (``reach.py``). A
 convolution or pooling that they reach gets its halo exchange written out (``halo.py``). A dim
 that an operation makes or meets and that does not divide is held whole there, by
@@ -411,6 +413,9 @@ class _Edit:
 def _apart(eqn: Any) -> list[int]:
     """Dims along which XLA cannot be trusted with any split: strides, gaps, windows left over."""
     name, params = eqn.primitive.name, eqn.params
+    if name == "fft":
+        rank = len(eqn.invars[0].aval.shape)
+        return list(range(rank - len(params["fft_lengths"]), rank))
     if name == "slice":
         return [i for i, stride in enumerate(params["strides"] or ()) if stride > 1]
     if name == "pad":
