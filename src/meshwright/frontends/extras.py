@@ -22,6 +22,7 @@ from ..step.padding import rows_of
 
 NAMES = ("key", "keys", "step")
 _ROWS, _STEP = "counts/rows", "counts/step"
+_STATE = "state"
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class Extras:
     seed: int
 
     @classmethod
-    def of(cls, loss: Callable[..., Any], seed: int) -> Extras:
+    def of(cls, loss: Callable[..., Any], seed: int, is_stateful: bool = False) -> Extras:
         """Read from the signature: arguments after the first two without default, or with ``None``.
+
+        A loss that is stateful takes ``state``, too, which is not one of the extras.
 
         Raises :class:`~meshwright.ModelError` for another argument without default.
 
@@ -48,6 +51,8 @@ class Extras:
             return cls((), seed)
         named = [p for p in every if p.kind in _BY_NAME][_taken_by_place(every) :]
         required = [p.name for p in named if p.default is inspect.Parameter.empty]
+        _check_state([p.name for p in named], required, is_stateful)
+        required = [name for name in required if name != _STATE]
         if unknown := [name for name in required if name not in NAMES]:
             raise ModelError(
                 f"the loss has arguments without a default that are unknown: {', '.join(unknown)}. "
@@ -88,6 +93,20 @@ class Extras:
     def after_step(self, slots: Arrays) -> Arrays:
         """The slots that count steps, when one more was taken."""
         return {_STEP: slots[_STEP] + 1} if self.slots else {}
+
+
+def _check_state(taken: list[str], required: list[str], is_stateful: bool) -> None:
+    """Refuse a state that the loss does not take, and a loss that needs one and gets none."""
+    if is_stateful and _STATE not in taken:
+        raise ModelError(
+            "jax_program got state=, but the loss has no argument named state. Write "
+            "loss(params, batch, state), which returns (number, logs, new_state)."
+        )
+    if not is_stateful and _STATE in required:
+        raise ModelError(
+            "the loss has an argument named state, but jax_program got none: pass state=, a tree "
+            "of what the model keeps beside its parameters, such as batch statistics."
+        )
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ..errors import ModelError
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from .extras import Extras, zeros
+from .kept_state import State, state_of
 from .trees import Tree
 
 Params = Any  # a pytree of arrays
@@ -23,10 +24,11 @@ def jax_program(
     params: Params | Callable[[], Params],
     optimizer: Any,
     *,
-    forward: Callable[[Params, Any], Any] | None = None,
+    forward: Callable[..., Any] | None = None,
     name: str = "program",
     seed: int = 0,
     batch: Batch | None = None,
+    state: Params | Callable[[], Params] | None = None,
 ) -> Program:
     """A Program from a pure loss function, parameters and an optimizer.
 
@@ -40,11 +42,14 @@ def jax_program(
     layout. Where it is a pytree of ``jax.ShapeDtypeStruct``, the program is one to plan with. A
     pytree that can be called, such as an Equinox module, is parameters: its arrays; what else is in
     it stays. ``optimizer`` is Optax' pair of functions ``init`` and ``update``. ``forward(params,
-    inputs)`` is only needed for prediction. ``name`` is shown in reports. ``batch`` is an example,
+    inputs)`` is only needed for prediction. ``state`` is a pytree, as ``params``, of what a model
+    keeps beside its parameters and does not train, such as the batch statistics of Flax: the loss
+    has an argument of this name then and returns ``(scalar, logs, new_state)``, and ``forward`` may
+    have one. ``name`` is shown in reports. ``batch`` is an example,
     or its shapes, and is only needed for a pipeline, which is cut by it. Paths of parameters are
     their keys joined by ``/``. Raises :class:`~meshwright.ModelError` for a loss with other
-    arguments that have no default and for two parameters of one path; a step raises it for a loss
-    that returns something else and for parameters that are integers.
+    arguments that have no default, for two arrays of one path and for random keys in ``state``; a
+    step raises it for a loss that returns something else and for parameters that are integers.
 
     >>> import optax
     >>> program = jax_program(lambda p, b: p["w"] * b, {"w": jnp.ones([])}, optax.adam(0.1))
@@ -56,12 +61,13 @@ def jax_program(
     >>> [info.path for info in jax_program(dropped, {"w": jnp.ones([3, 4])}, optax.sgd(0.1)).state]
     ['counts/rows']
     """
-    extras = Extras.of(loss, seed)
+    extras = Extras.of(loss, seed, is_stateful=state is not None)
+    kept = None if state is None else state_of(*made(state))
     if callable(params) and not makes_parameters(params):
         params, rest = _parted(params)
         loss = _filled_up(loss, rest)
         forward = None if forward is None else _filled_up(forward, rest)
-    program = program_of(loss, params, optimizer, forward, name, Tree, extras)
+    program = program_of(loss, params, optimizer, forward, name, Tree, extras, kept)
     return program if batch is None else replace(program, example=shapes_of(batch))
 
 
@@ -92,31 +98,32 @@ def program_of(
     loss: Callable[..., Any],
     params: Params | Callable[[], Params],
     optimizer: Any,
-    forward: Callable[[Params, Any], Any] | None,
+    forward: Callable[..., Any] | None,
     name: str,
     tree_of: Callable[[Any], Tree],
     extras: Extras,
+    state: State | None = None,
 ) -> Program:
     """The Program of plain functions over trees, whose arrays ``tree_of`` gives their paths.
 
-    ``loss(params, batch, **more)`` takes what ``extras`` says.
+    ``loss(params, batch, **more)`` takes what ``extras`` says, and ``state`` where there is one.
     """
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise ModelError(
             "expected an Optax optimizer, such as optax.adam(0.001); received "
             f"{optimizer!r}, which has no init and update."
         )
-    make = params if makes_parameters(params) else lambda: jax.tree.map(_valued, params)
-    shapes = jax.eval_shape(make) if make is params else jax.tree.map(_shape, params)
+    make, shapes = made(params)
     slot_shapes = jax.eval_shape(optimizer.init, shapes)
     tree, slot_tree = tree_of(shapes), tree_of(slot_shapes)
     param_infos = tree.infos("parameter")
 
-    functions = _Functions(loss, make, optimizer, forward, tree, slot_tree, extras)
+    state_infos = (*(() if state is None else state.infos(param_infos)), *extras.state)
+    functions = _Functions(loss, make, optimizer, forward, tree, slot_tree, extras, state)
     return Program(
         name=name,
         params=param_infos,
-        state=extras.state,
+        state=state_infos,
         slots=(*slot_tree.infos("slot", param_infos), *extras.slots),
         metrics=(),
         initial=functions.initial,
@@ -135,16 +142,18 @@ class _Functions:
     loss: Callable[..., Any]
     make: Callable[[], Params]
     optimizer: Any
-    forward: Callable[[Params, Any], Any] | None
+    forward: Callable[..., Any] | None
     tree: Tree
     slot_tree: Tree
     extras: Extras
+    state: State | None = None
 
     def initial(self) -> TrainState:
         values = self.make()
         slots = self.slot_tree.named(self.optimizer.init(values))
-        more, state = zeros(self.extras.slots), zeros(self.extras.state)
-        return TrainState(self.tree.named(values), state, {**slots, **more}, {})
+        kept = {} if self.state is None else self.state.initial()
+        more, counts = zeros(self.extras.slots), zeros(self.extras.state)
+        return TrainState(self.tree.named(values), {**kept, **counts}, {**slots, **more}, {})
 
     def apply(
         self, values: Arrays, state: Arrays, inputs: Any, training: bool
@@ -154,14 +163,21 @@ class _Functions:
             raise ModelError(
                 "this program has no forward function: pass forward= where it is made."
             )
-        return self.forward(self.tree.whole(values), inputs), state
+        kept = {} if self.state is None else self.state.taken_by(self.forward, state)
+        return self.forward(self.tree.whole(values), inputs, **kept), state
 
     def whole_loss(
         self, values: Arrays, whole: TrainState, batch: Batch, training: bool
     ) -> tuple[Any, Aux]:
-        result = self.loss(self.tree.whole(values), batch, **self.extras.values(whole, batch))
+        more, state = self.extras.values(whole, batch), whole.state
+        if self.state is None:
+            result = self.loss(self.tree.whole(values), batch, **more)
+        else:
+            more["state"] = self.state.tree.whole(state)
+            *result, new = _three_parts(self.loss(self.tree.whole(values), batch, **more))
+            result, state = tuple(result), {**state, **self.state.checked(new)}
         value, logs = _value_and_logs(result)
-        state = self.extras.after_batch(whole.state, batch) if training else whole.state
+        state = self.extras.after_batch(state, batch) if training else whole.state
         return value, Aux(value, logs, state, whole.metrics)
 
     def measure(self, metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:
@@ -175,6 +191,16 @@ class _Functions:
         )
         moved = {path: _moved(values[path], by) for path, by in tree.named(changes).items()}
         return moved, {**slot_tree.named(new), **self.extras.after_step(slots)}
+
+
+def _three_parts(result: Any) -> tuple[Any, Any, Any]:
+    if isinstance(result, tuple) and len(result) == 3:
+        return result
+    got = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
+    raise ModelError(
+        "a loss that takes state returns (number, logs, new_state), logs as a dict that may be "
+        f"empty; received {got}."
+    )
 
 
 def _value_and_logs(result: Any) -> tuple[Any, Logs]:
@@ -217,6 +243,13 @@ def makes_parameters(params: Any) -> bool:
     """Whether it is a function that makes parameters, rather than a pytree of them."""
     is_function = jax.tree_util.all_leaves([params]) or isinstance(params, functools.partial)
     return callable(params) and is_function
+
+
+def made(params: Any) -> tuple[Callable[[], Any], Any]:
+    """The function that makes a tree of arrays, and the shapes of what it makes."""
+    if makes_parameters(params):
+        return params, jax.eval_shape(params)
+    return lambda: jax.tree.map(_valued, params), jax.tree.map(_shape, params)
 
 
 def _parted(tree: Any) -> tuple[Any, Any]:
