@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -78,8 +79,6 @@ def test_what_a_loss_returns_and_takes_is_checked() -> None:
         program(state=None)
     with pytest.raises(ModelError, match="the loss has no argument named state"):
         program(loss=lambda params, batch: jnp.mean(batch))
-    with pytest.raises(ModelError, match=r"random key at .*Leave it out and take key"):
-        program(state={"key": jax.random.key(0)})
     with pytest.raises(ModelError, match="'w' is the path of a parameter and of an array of state"):
         program(state={"w": jnp.zeros([2])})
     first = program().initial()
@@ -103,6 +102,42 @@ def test_it_may_be_shapes_or_a_function_and_is_planned_with() -> None:
         program(shapes), X[0], strategy=mw.Placement.of(mesh), target="cpu:8", compile=False
     )
     assert report.parameter_bytes == 4 * (64 + 8)
+
+
+def noisy() -> mw.Program:
+    """Its optimizer and its loss keep random keys, as ``optax.add_noise`` and Flax NNX do."""
+
+    def with_noise(params: Any, batch: Any, state: Any) -> Any:
+        key, drawn = jax.random.split(state["key"])
+        kept = jax.random.bernoulli(drawn, 0.5, batch.shape)
+        return jnp.mean(((batch * kept) @ params["w"] - 1) ** 2), {}, {"key": key}
+
+    optimizer = optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1))
+    state = {"key": jax.random.key(3)}
+    return mw.jax_program(with_noise, {"w": jnp.ones([8, 8])}, optimizer, state=state)
+
+
+def test_random_keys_are_saved_and_planned_as_their_numbers(tmp_path: Path) -> None:
+    found = []
+    for axes in ({"batch": 8}, {"batch": 1}):
+        mesh = mw.create_mesh(axes, devices=jax.devices()[: axes["batch"]])
+        ours = mw.Trainer(noisy(), mw.Placement.of(mesh))
+        checkpoints = mw.Checkpoints(tmp_path / str(axes["batch"]))
+        state, _ = ours.train(ours.init(), X, checkpoints=checkpoints)
+        found.append(state)
+        kept = checkpoints.restore(ours.init()).slots["0/rng_key"]
+        np.testing.assert_array_equal(kept, state.slots["0/rng_key"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
+    placement = mw.Placement.of(mw.Mesh({"batch": 8}))
+    mw.dry_run(noisy(), X[0], strategy=placement, target="cpu:8", compile=False)
+
+
+def test_an_optimizer_that_needs_the_loss_is_refused_in_our_words() -> None:
+    optimizer = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())
+    program = mw.jax_program(lambda p, x: jnp.mean(x @ p["w"]), {"w": jnp.ones([8, 8])}, optimizer)
+    first = program.initial()
+    with pytest.raises(ModelError, match=r"missing 1 .*'value'\nIt gets gradients, slots and"):
+        program.update(first.params, first.params, first.slots)
 
 
 def test_meshes_are_compared_by_it() -> None:

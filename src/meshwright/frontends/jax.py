@@ -48,8 +48,9 @@ def jax_program(
     have one. ``name`` is shown in reports. ``batch`` is an example,
     or its shapes, and is only needed for a pipeline, which is cut by it. Paths of parameters are
     their keys joined by ``/``. Raises :class:`~meshwright.ModelError` for a loss with other
-    arguments that have no default, for two arrays of one path and for random keys in ``state``; a
-    step raises it for a loss that returns something else and for parameters that are integers.
+    arguments that have no default, and for two arrays of one path; a step raises it for a loss that
+    returns something else, for parameters that are integers and for an optimizer that needs more
+    than gradients, slots and parameters.
 
     >>> import optax
     >>> program = jax_program(lambda p, b: p["w"] * b, {"w": jnp.ones([])}, optax.adam(0.1))
@@ -186,9 +187,17 @@ class _Functions:
 
     def update(self, values: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
         tree, slot_tree = self.tree, self.slot_tree
-        changes, new = self.optimizer.update(
-            tree.whole(grads), slot_tree.whole(slots), tree.whole(values)
-        )
+        taken = tree.whole(grads), slot_tree.whole(slots), tree.whole(values)
+        try:
+            changes, new = self.optimizer.update(*taken)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"the update of the optimizer raised {type(error).__name__}: {error}\nIt gets "
+                "gradients, slots and parameters, each a tree of one structure. Optimizers that "
+                "need the loss as well (reduce_on_plateau, lbfgs, polyak_sgd), a gradient for each "
+                "row, or trees of another structure (lookahead) are not possible here: take "
+                "another one, or write the step by the functions of the Program."
+            ) from error
         moved = {path: _moved(values[path], by) for path, by in tree.named(changes).items()}
         return moved, {**slot_tree.named(new), **self.extras.after_step(slots)}
 

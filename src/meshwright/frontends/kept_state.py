@@ -60,13 +60,7 @@ class State:
 
 
 def state_of(make: Callable[[], Any], shapes: Any) -> State:
-    """The state of these shapes. Raises ModelError for random keys."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0]:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            raise ModelError(
-                f"state= has a random key at {jax.tree_util.keystr(path)}. Leave it out and take "
-                "key or keys as an argument of the loss, which are equal on every mesh."
-            )
+    """The state of these shapes."""
     return State(make, Tree(shapes))
 
 

@@ -16,6 +16,9 @@ from ..program import Arrays
 class Tree:
     """The paths of a pytree's arrays: keys joined by ``/``.
 
+    Random keys, which optimizers that add noise keep, are their numbers by path: these can be laid
+    out, saved and compared as other arrays can.
+
     ``is_array`` says of nodes that hold one array each that they are it; their dims may have names,
     which ``names`` tells. Raises :class:`~meshwright.ModelError` for two arrays with one path.
 
@@ -29,7 +32,12 @@ class Tree:
         is_array: Callable[[Any], bool] | None = None,
         names: Callable[[Any], DimNames | None] = lambda _: None,
     ) -> None:
-        self._leaves, self._structure = jax.tree.flatten(tree)
+        leaves, self._structure = jax.tree.flatten(tree)
+        self._impls = [_impl_of(leaf) for leaf in leaves]
+        self._leaves = [
+            leaf if impl is None else jax.eval_shape(jax.random.key_data, leaf)
+            for leaf, impl in zip(leaves, self._impls, strict=True)
+        ]
         with_paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array)
         self._names = [names(node) for _, node in with_paths]
         self._paths = [
@@ -41,11 +49,20 @@ class Tree:
 
     def named(self, tree: Any) -> Arrays:
         """The arrays of a tree of this structure by path."""
-        return dict(zip(self._paths, jax.tree.leaves(tree), strict=True))
+        return {
+            path: leaf if impl is None else jax.random.key_data(leaf)
+            for path, leaf, impl in zip(
+                self._paths, jax.tree.leaves(tree), self._impls, strict=True
+            )
+        }
 
     def whole(self, values: Arrays) -> Any:
         """The tree again."""
-        return jax.tree.unflatten(self._structure, [values[path] for path in self._paths])
+        leaves = [
+            values[path] if impl is None else jax.random.wrap_key_data(values[path], impl=impl)
+            for path, impl in zip(self._paths, self._impls, strict=True)
+        ]
+        return jax.tree.unflatten(self._structure, leaves)
 
     def infos(self, role: Role, owners: tuple[ParamInfo, ...] = ()) -> tuple[ParamInfo, ...]:
         """What is known of each array; slots belong to whichever of ``owners`` they repeat."""
@@ -62,6 +79,16 @@ class Tree:
             )
             for path, leaf, names in zip(self._paths, self._leaves, self._names, strict=True)
         )
+
+
+def _impl_of(leaf: Any) -> Any:
+    """The kind of random keys that an array, or the shape of one, has; ``None`` for numbers."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return None
+    found: list[Any] = []
+    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), leaf)
+    return found[0]
 
 
 def _refuse_clash(paths: list[str], keys: list[str]) -> None:
