@@ -92,6 +92,34 @@ def test_what_a_loss_returns_and_takes_is_checked() -> None:
             wrong.loss(first.params, first, X[0], True)
 
 
+def test_a_flax_module_trains_with_statistics_and_dropout() -> None:
+    """The split of NNX's own documents; closed over instead, its counts cannot be changed."""
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Sequential(
+        nnx.Linear(8, 8, rngs=nnx.Rngs(0)),
+        nnx.BatchNorm(8, rngs=nnx.Rngs(0)),
+        nnx.Dropout(0.5, rngs=nnx.Rngs(1)),
+    )
+    graph, params, state = nnx.split(model, nnx.Param, ...)
+
+    def of_module(params: Any, batch: Any, state: Any) -> Any:
+        whole = nnx.merge(graph, params, state)
+        value = jnp.mean((whole(batch) - 1) ** 2)
+        return value, {}, nnx.state(whole, nnx.Not(nnx.Param))
+
+    found = []
+    for devices in (8, 1):
+        mesh = mw.create_mesh({"batch": devices}, devices=jax.devices()[:devices])
+        made = mw.jax_program(of_module, params, optax.sgd(0.1), state=state)
+        ours = mw.Trainer(made, mw.Placement.of(mesh))
+        found.append(ours.train(ours.init(), X)[0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *found)
+    with pytest.raises(ModelError, match=r"takes the others as jax_program\(\.\.\., state="):
+        whole = mw.jax_program(lambda m, x: jnp.mean(m(x)), model, optax.sgd(0.1))
+        wrong = mw.Trainer(whole, mw.Placement.of(mesh))
+        wrong.train(wrong.init(), X)
+
+
 def test_it_may_be_shapes_or_a_function_and_is_planned_with() -> None:
     made = program(state=lambda: STATE)
     assert [info.path for info in made.state] == ["mean", "seen"]

@@ -68,7 +68,7 @@ def _check_dtypes(params: Arrays) -> None:
         raise ModelError(
             f"parameters must be floating-point numbers to be trained; received {', '.join(fixed)}."
             " Leave them out of params (flax.nnx.split, equinox.partition): the loss can close over"
-            " them."
+            " those that never change, and takes the others as jax_program(..., state=...)."
         )
 
 
