@@ -232,6 +232,13 @@ def test_a_model_that_is_not_built_cannot_be_placed() -> None:
         strategy().place(not_yet_built())
 
 
+def test_a_model_that_is_not_built_is_neither_saved_nor_restored(tmp_path: Path) -> None:
+    """Neither call takes a batch, so neither asks for one."""
+    for call in (strategy().save, strategy().restore):
+        with pytest.raises(mw.ModelError, match="is not built.*Call it on one batch"):
+            call(not_yet_built(), tmp_path)
+
+
 def test_a_model_without_shapes_needs_a_batch_for_its_step() -> None:
     model = not_yet_built()
     model.compile("sgd", "mse")

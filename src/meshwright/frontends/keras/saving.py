@@ -11,9 +11,10 @@ import keras
 from ... import _compat
 from ...checkpoint import PARTS, CheckpointInfo, Checkpoints, read_checkpoint, restore_state
 from ...checkpoint.files import require_orbax
-from ...errors import CheckpointError
+from ...errors import CheckpointError, ModelError
 from ...program import TrainState
 from .checkpoint_names import LastingNames
+from .options import check_model
 from .program import read_state, write_state
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def save_model(
 ) -> None:
     """See :meth:`Sharded.save`."""
     _check_parts(parts)
+    _check_built(model)
     with Checkpoints(directory, keep=None) as checkpoints:
         variables = strategy.prepare(model, forward_only=True)
         state = LastingNames.of(model, variables).to_checkpoint(read_state(variables))
@@ -40,6 +42,15 @@ def _check_parts(parts: Sequence[str]) -> None:
     """Raise :class:`CheckpointError` for parts that a training state does not have."""
     if isinstance(parts, str) or not set(parts) <= set(PARTS):
         raise CheckpointError(f"parts={parts!r}: expected a tuple of some of {PARTS}.")
+
+
+def _check_built(model: keras.Model) -> None:
+    check_model(model)
+    if not _compat.is_built(model):
+        raise ModelError(
+            f"model {model.name!r} is not built, so it has no variables yet. Call it on one batch, "
+            "such as model(x[:1]), or model.build(shape), before it is saved or restored."
+        )
 
 
 def _only(parts: Sequence[str], state: TrainState) -> TrainState:
@@ -55,6 +66,7 @@ def restore_model(
 ) -> CheckpointInfo:
     """See :meth:`Sharded.restore`."""
     _check_parts(parts)
+    _check_built(model)
     require_orbax()
     info = read_checkpoint(directory, step)
     variables = strategy.prepare(model, forward_only=True)
