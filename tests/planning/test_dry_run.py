@@ -86,6 +86,30 @@ def test_statistics_that_a_layer_computes_with_before_training_are_known():
     assert np.allclose(np.asarray(planned.layers[0](rows)).std(0), 1, atol=1e-3)
 
 
+def test_a_layer_may_be_called_on_an_array_while_a_model_is_built():
+    """As the positions of Keras' own TabTransformer are: they are a constant of the model."""
+
+    def built():
+        keras.utils.set_random_seed(3)
+        inputs = x = keras.Input([4, 8])
+        x = x + layers.Embedding(4, 8)(keras.ops.arange(4))
+        model = keras.Model(inputs, layers.Dense(2, name="last")(x))
+        model.compile("sgd", "mse")
+        return model
+
+    with abstract():
+        planned = built()
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    batch = shapes(16, 4, 8), shapes(16, 4, 2)
+    report = dry_run(planned, batch, strategy=strategy, target="cpu:8")
+    assert report.parameter_bytes == 4 * (8 * 2 + 2)
+    strategy.place(planned)
+    rows = np.ones([8, 4, 8], "float32")
+    np.testing.assert_allclose(
+        strategy.predict(planned, rows, verbose=0), built().predict(rows, verbose=0), rtol=1e-5
+    )
+
+
 @pytest.mark.full_for("0")
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.full)])
 def test_bytes_are_those_of_the_arrays_that_a_real_state_has_on_a_device(zero):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,7 +17,7 @@ from ...planning.abstract_step import AbstractStep, on_batch
 from ...program import Batch
 from .hooks import Hooks
 from .options import check_compiled
-from .pending import WaitingRoom, filled, is_pending, waiting_room
+from .pending import WaitingRoom, begun, filled, is_pending, waiting_room
 from .program import KerasVariables, steps_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ def abstract() -> Iterator[None]:
         yield
 
 
+_FEW = 1 << 24  # elements that may be made while a model is built as shapes
+
+
 class AbstractRoom(WaitingRoom):
     """Holds variables without values until a strategy adopts them."""
 
@@ -58,9 +62,13 @@ class AbstractRoom(WaitingRoom):
 
     def early_value(self, variable: Any) -> Any:
         """While models are built: what no training changes, such as the mean and variance that
-        ``Normalization`` has before it is adapted, and computes with in ``build``."""
-        is_building = waiting_room() is self
-        return filled(variable) if is_building and not variable.trainable else None
+        ``Normalization`` has before it is adapted, and computes with in ``build``; and what a
+        layer that is called on an array, not on an input, adds to the model as a constant."""
+        if waiting_room() is not self:
+            return None
+        if not variable.trainable:
+            return filled(variable)
+        return begun(variable) if math.prod(variable.shape) <= _FEW else None
 
     def settle(self) -> None:
         """Raise :class:`ModelError`: a value was requested, and abstract variables have none."""

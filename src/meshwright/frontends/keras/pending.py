@@ -192,6 +192,12 @@ def initial_value(variable: Any) -> Any:
     return jnp.asarray(_initializer(variable)(variable.shape, dtype=dtype), dtype)
 
 
+def begun(variable: Any) -> Any:
+    """The same now; it still waits, and what seeds it still draws what it would have drawn."""
+    with keras.StatelessScope():
+        return initial_value(variable)
+
+
 def _made_in_one_program(
     variables: list[Any], shardings: list[Any]
 ) -> tuple[list[Any], list[tuple[keras.random.SeedGenerator, Any]]]:
