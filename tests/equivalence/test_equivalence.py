@@ -185,6 +185,27 @@ def test_a_wrong_gradient_of_a_models_own_step_is_found() -> None:
     assert "gradient, step 1" in str(check(build, "batch=4", steps=1))
 
 
+def test_a_step_without_a_log_of_that_name_is_compared_by_its_variables() -> None:
+    """As that of Keras' GANs, whose logs are ``d_loss`` and ``g_loss``."""
+
+    class Renamed(Unsummed):
+        def train_step(self, state: Any, data: Any) -> Any:
+            logs, state = super().train_step(state, data)
+            return {"d_loss": logs["loss"]}, state
+
+    def build() -> Any:
+        source = keras.Input([12])
+        model = Renamed(source, keras.layers.Dense(4, name="hidden")(source))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        return model, (X, Y)
+
+    result = check(build, "batch=4", steps=1)
+    assert result.losses == ()
+    assert result.meshes[0].first == Beyond(1, "gradient", "hidden/kernel")
+    assert "loss: not compared: the step has no log 'loss'" in str(result)
+
+
 def test_a_wrong_update_is_found_in_the_values() -> None:
     class Scaled(keras.optimizers.SGD):
         def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:

@@ -96,7 +96,7 @@ class UnderMesh:
 
     mesh: Mesh
     variables: tuple[Difference, ...]
-    losses: tuple[float, ...]  # none where the step tells only a part of it
+    losses: tuple[float, ...]  # none where the step has no log of that name, or of a part
     loss: Gap
     first: Beyond | None
     notes: tuple[str, ...] = ()

@@ -93,7 +93,7 @@ class OneDevice:
         for batch in itertools.islice(itertools.cycle(batches), steps):
             state, logs = self._step(state, batch)
             values.append(_values(infos, state))
-            losses.append(_loss(logs))
+            losses += _loss(logs)
         return _as_run(infos, gradients, values, losses)
 
 
@@ -141,7 +141,7 @@ def _run_keras(case: Case, setup: Setup, strategy: Any, num_steps: int) -> Run:
         strategy.load_state(model, state)
         state = strategy.state(model)  # in its layout again
         values.append(now())
-        losses.append(_loss(logs))
+        losses += _loss(logs)
     return _as_run(infos, gradients, values, losses)
 
 
@@ -164,7 +164,7 @@ def _run_pure(case: Case, setup: Setup, steps: int) -> Run:
         state, logs = true.step(state, _in_parts(batch, setup, true.put))
         values.append(_values(program.infos, true.unpadded(state)))
         # With accumulation, a program's logs are those of its last micro-batch.
-        losses += [_loss(logs)] if how.batches == 1 else []
+        losses += _loss(logs) if how.batches == 1 else []
     return _as_run(program.infos, gradients, values, losses)
 
 
@@ -335,8 +335,9 @@ def _values(infos: tuple[ParamInfo, ...], state: TrainState) -> tuple[np.ndarray
     return tuple(as_numpy(by_path[info.path]) for info in infos)
 
 
-def _loss(logs: Any) -> float:
-    return float(np.asarray(logs["loss"]))
+def _loss(logs: Any) -> list[float]:
+    """The loss of a step; none where a model's own step has no log of that name, as a GAN's."""
+    return [float(np.asarray(logs["loss"]))] if "loss" in logs else []
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -22,11 +22,12 @@ def equivalence_text(result: Equivalence, rows: int | None = _ROWS) -> Paragraph
 
 def opening(result: Equivalence) -> str:
     """What was run."""
-    t = result.tolerance
+    t, losses = result.tolerance, result.losses
+    loss = f", loss {losses[0]:.6g} → {losses[-1]:.6g}" if losses else ""
     return (
-        f"{result.model}: {result.steps} steps in {t.dtype} on one device, loss "
-        f"{result.losses[0]:.6g} → {result.losses[-1]:.6g}. Tolerance: {t.rtol:.0e} of a "
-        "variable's largest gradient or change, plus the effect of rounding on one device."
+        f"{result.model}: {result.steps} steps in {t.dtype} on one device{loss}. Tolerance: "
+        f"{t.rtol:.0e} of a variable's largest gradient or change, plus the effect of rounding on "
+        "one device."
     )
 
 
@@ -62,7 +63,7 @@ def _mesh(under_mesh: UnderMesh, rows: int | None) -> list[str | Line | Columns]
         parts.append(f"  and {more} more variables that differ less (--all shows them)")
     off = under_mesh.loss
     loss = f"largest difference {off.absolute:.2g} (relative {off.relative:.2g})"
-    alone = "not compared: the step reports its last micro-batch only"
+    alone = "not compared: the step has no log 'loss' of its whole batch"
     parts.append(f"  loss: {loss if under_mesh.losses else alone}")
     if noise := [v.path for v in under_mesh.variables if v.is_noise]:
         parts.append(
