@@ -157,13 +157,15 @@ def test_statistics_of_each_shard_alone_are_found() -> None:
 class Unsummed(keras.Model):
     """Its own step, which forgets that the mean is over all replicas."""
 
+    off = 1e-3
+
     def train_step(self, state: Any, data: Any) -> Any:
         params, other, slots, metrics = state
         differentiate: Any = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
         (_, aux), grads = differentiate(
             params, other, metrics, *data, None, training=True, optimizer_variables=slots
         )
-        grads = [g * (1 + 1e-3 * (shards() - 1)) for g in grads]
+        grads = [g * (1 + self.off * (shards() - 1)) for g in grads]
         params, slots = self.optimizer.stateless_apply(slots, grads, params)
         return {"loss": aux[0]}, (params, aux[2], slots, aux[3])
 
@@ -206,11 +208,31 @@ def test_a_step_without_a_log_of_that_name_is_compared_by_its_variables() -> Non
     assert "loss: not compared: the step has no log 'loss'" in str(result)
 
 
-def test_a_wrong_update_is_found_in_the_values() -> None:
-    class Scaled(keras.optimizers.SGD):
-        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-            super().update_step(gradient, variable, learning_rate * (1 + 1e-4 * (shards() - 1)))
+class Scaled(keras.optimizers.SGD):
+    """Its steps depend on the number of replicas."""
 
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient, variable, learning_rate * (1 + 1e-4 * (shards() - 1)))
+
+
+def test_a_wrong_update_in_a_models_own_step_is_found_too() -> None:
+    class Right(Unsummed):
+        off = 0.0
+
+    def build() -> Any:
+        source = keras.Input([12])
+        model = Right(source, keras.layers.Dense(4, name="hidden")(source))
+        model.compile(Scaled(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model, (X, Y)
+
+    for mesh in ("batch=4", "batch=4,model=2"):  # the second is guarded, and traced apart
+        (under,) = check(build, mesh, steps=2).meshes
+        assert under.first is not None
+        assert under.first.quantity == "value"
+        assert all(v.gradient.excess < 1 for v in under.variables if v.gradient)
+
+
+def test_a_wrong_update_is_found_in_the_values() -> None:
     (under,) = check(lambda: (dense(optimizer=Scaled(0.01)), (X, Y)), "batch=4", steps=2).meshes
     assert under.first is not None
     assert (under.first.step, under.first.quantity) == (1, "value")

@@ -296,6 +296,9 @@ def _gradient_step(step: Take, model: Any, state: TrainState, batch: Any) -> Tak
     """
     with _instead_of_update(model.optimizer) as calls:
         compiled = jax.jit(step).lower(state, batch).compile()
+    if _compat.has_own(model, "train_step"):
+        # JAX keeps what it traced, by function: the step itself would then not update either.
+        jax.clear_caches()
     return compiled if calls else None
 
 
