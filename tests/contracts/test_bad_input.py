@@ -235,7 +235,7 @@ def test_a_model_that_is_not_built_cannot_be_placed() -> None:
 def test_a_model_that_is_not_built_is_neither_saved_nor_restored(tmp_path: Path) -> None:
     """Neither call takes a batch, so neither asks for one."""
     for call in (strategy().save, strategy().restore):
-        with pytest.raises(mw.ModelError, match="is not built.*Call it on one batch"):
+        with pytest.raises(mw.ModelError, match=r"is not built.*Call it on one batch"):
             call(not_yet_built(), tmp_path)
 
 

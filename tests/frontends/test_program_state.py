@@ -114,9 +114,9 @@ def test_a_flax_module_trains_with_statistics_and_dropout() -> None:
         ours = mw.Trainer(made, mw.Placement.of(mesh))
         found.append(ours.train(ours.init(), X)[0])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *found)
+    with_all = mw.jax_program(lambda m, x: jnp.mean(m(x)), model, optax.sgd(0.1))
+    wrong = mw.Trainer(with_all, mw.Placement.of(mesh))
     with pytest.raises(ModelError, match=r"takes the others as jax_program\(\.\.\., state="):
-        whole = mw.jax_program(lambda m, x: jnp.mean(m(x)), model, optax.sgd(0.1))
-        wrong = mw.Trainer(whole, mw.Placement.of(mesh))
         wrong.train(wrong.init(), X)
 
 

@@ -84,7 +84,7 @@ class Tree:
 def _impl_of(leaf: Any) -> Any:
     """The kind of random keys that an array, or the shape of one, has; ``None`` for numbers."""
     dtype = getattr(leaf, "dtype", None)
-    if dtype is None or not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if dtype is None or not jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return None
     found: list[Any] = []
     jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), leaf)
