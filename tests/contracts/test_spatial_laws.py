@@ -199,6 +199,16 @@ def test_masks_go_from_one_part_to_the_next() -> None:
     np.testing.assert_allclose(*found, atol=1e-6)
 
 
+class CallsTwice(keras.Model):
+    """Its loss calls a part of it once more, as that of a variational autoencoder does."""
+
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        again = self.layers[-1](x)
+        return super().compute_loss(x, y, y_pred, sample_weight) + keras.ops.mean(again**2)
+
+
 def test_plain_keras_predicts_evaluates_and_trains_right_outside_the_scope() -> None:
     """A laid-out model gets no guard from a scope then, and XLA alone predicts something else."""
 
@@ -207,7 +217,8 @@ def test_plain_keras_predicts_evaluates_and_trains_right_outside_the_scope() -> 
         wide = layers.Conv2DTranspose(16, 3, padding="same", name="wide")
         last = layers.Conv2DTranspose(1, 3, padding="same", name="last")
         images = [layers.Reshape([2, 2, 16]), wide, last]
-        model = keras.Sequential([keras.Input([2]), first, *images])
+        inner = keras.Sequential([keras.Input([2]), first, *images])
+        model = CallsTwice(inner.inputs, inner(inner.inputs[0]))
         model.compile(keras.optimizers.SGD(0.5), "mse")
         return model
 

@@ -39,6 +39,10 @@ class KerasHooks(Protocol):
         """``model.stateless_call``, of which ``original`` is Keras' own."""
         ...
 
+    def loss_and_updates(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The same for ``compute_loss_and_updates``, which takes a batch and all variables."""
+        ...
+
     def on_host(self, variable: Any) -> Any | None:
         """The whole value of a variable, or ``None`` to leave reading it to Keras."""
         ...
@@ -79,6 +83,7 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
     _wrap(core.JaxVariable, "__array__", around.as_numpy)
     _wrap(trainer.JAXTrainer, "__init__", around.construct)
     _wrap(Layer, "stateless_call", hooks.stateless_call)
+    _wrap(trainer.JAXTrainer, "compute_loss_and_updates", hooks.loss_and_updates)
     _wrap(BaseOptimizer, "add_variable_from_reference", around.add_slot)
     _wrap(trainer.JAXEpochIterator, "_get_distributed_iterator", around.iterate)
     _wrap(trainer, "_distribute_data", around.put)

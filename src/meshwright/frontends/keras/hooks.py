@@ -98,6 +98,12 @@ class Hooks:
             return original(model, *args, **kwargs)
         return _guarded_call(original, placement, model, *args, **kwargs)
 
+    def loss_and_updates(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        outside = keras.distribution.distribution() is None and _in_keras.get()
+        if not outside or _unguarded.get() or len(args) > _ARRAYS_OF_LOSS:
+            return original(model, *args, **kwargs)
+        return _guarded_loss(original, model, *args, **kwargs)
+
     def on_host(self, variable: Any) -> Any | None:
         value = variable.value
         if isinstance(value, Tracer) or value.is_fully_addressable:
@@ -192,6 +198,36 @@ def _guarded_call(
         return results, _compat.masks_of(results)
 
     results, masks = guard(forward, layouts)(trained, others, tuple(inputs))
+    _compat.set_masks(results, masks)
+    return results
+
+
+_ARRAYS_OF_LOSS = 6  # values of three kinds of variables, x, y, weights; then come no arrays
+
+
+def _guarded_loss(
+    original: Callable[..., Any],
+    model: keras.Model,
+    *arrays: Any,
+    training: bool = False,
+    optimizer_variables: Any = None,
+) -> Any:
+    """Keras' ``compute_loss_and_updates``: a loss of the model's own may call its parts again."""
+    layouts = _parameter_layouts(None, model), _variable_layouts(model.non_trainable_variables)
+    if is_safe((*layouts, None)) or _on_several_meshes(layouts):
+        return original(model, *arrays, training=training, optimizer_variables=optimizer_variables)
+
+    every = (*arrays, optimizer_variables)
+    present = {place: value for place, value in enumerate(every) if value is not None}
+
+    def loss(present: dict[int, Any]) -> Any:
+        *arrays, slots = (present.get(place) for place in range(len(every)))
+        with unguarded():
+            results = original(model, *arrays, training=training, optimizer_variables=slots)
+        return results, _compat.masks_of(results)
+
+    lies = {place: layouts[place] if place < len(layouts) else None for place in present}
+    results, masks = guard(loss, (lies,))(present)
     _compat.set_masks(results, masks)
     return results
 
