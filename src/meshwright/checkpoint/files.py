@@ -76,13 +76,18 @@ def _damage_named(info: CheckpointInfo) -> Iterator[None]:
         yield
     except MeshwrightError:
         raise
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, FileNotFoundError) as error:
         why = str(error).split(" [tensorstore_spec")[0].split(" [source locations")[0]
-        name = info.directory.name
-        raise CheckpointError(
-            f"{info.directory} is damaged, or not whole: {why}. Move {name} out of the directory, "
-            "to go on from the checkpoint before it, or name an earlier one."
-        ) from error
+        raise CheckpointError(f"{_damage(info.directory)}: {why}") from error
+
+
+def _damage(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"{directory} was removed while it was read. Read a newer checkpoint"
+    return (
+        f"{directory} is damaged, or not whole. Move {directory.name} out of its directory, to go "
+        "on from the checkpoint before it, or name an earlier one. What could not be read"
+    )
 
 
 def _empty(like: Any) -> Any:
