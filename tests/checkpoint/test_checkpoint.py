@@ -340,14 +340,25 @@ def test_only_one_process_runs_in_a_directory(
     unfinished = tmp_path / "run" / "step_3.orbax-checkpoint-tmp"
     unfinished.mkdir()
     saver = Saver.of(tmp_path / "run", None, 3, "auto")
-    with pytest.raises(mw.CheckpointError, match="another process is running"), saver.running():
+    with pytest.raises(mw.CheckpointError, match="another process is running"), saver.claimed():
         pass
     with mw.Checkpoints(tmp_path / "run") as checkpoints:  # one by hand, beside a run
         checkpoints.save(1, state_of(w=np.zeros(2)))
     assert unfinished.exists()
     os.close(other)
-    with saver.running(), saver.running():  # two of one process
+    again = Saver.of(tmp_path / "run", None, 3, "auto")
+    with saver.claimed(), again.claimed():  # two of one process
         assert not unfinished.exists()
+        assert saver.start is not None  # what the other one wrote after this one was made
+        assert (saver.start.step, saver.step) == (1, 1)
+        with saver.running():
+            pass
+        assert claims.is_held(tmp_path / "run")
+        with again.running():
+            pass
+        assert not claims.is_held(tmp_path / "run")  # though the program is not yet out of fit
+    with pytest.raises(ZeroDivisionError), saver.claimed():
+        _ = 1 / 0
     assert not claims.is_held(tmp_path / "run")
 
 

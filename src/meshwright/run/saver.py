@@ -37,20 +37,19 @@ class Saver:
     """Saves a run every ``every`` steps, or after each epoch; without checkpoints it saves nothing.
 
     ``every="auto"`` measures how often is best (see :class:`~meshwright.run.pace.Pace`).
-    ``start`` is the checkpoint to resume, and ``layout`` describes the layouts in words. With
-    ``peer_copies`` the memory of the hosts holds the newest state, where agents keep some; a run
-    that ``resumes`` begins with what is newer there. Raises :class:`CheckpointError` for an
-    ``every`` that is not a number of steps, or without checkpoints.
+    ``resume`` says what to begin with, which :meth:`claimed` chooses, and ``layout`` describes the
+    layouts in words. With ``peer_copies`` the memory of the hosts holds the newest state, where
+    agents keep some; a run that resumes begins with what is newer there. Raises
+    :class:`CheckpointError` for options that contradict each other or what the directory holds.
     """
 
     def __init__(
         self,
         checkpoints: Checkpoints | None = None,
         every: SaveEvery = None,
-        start: CheckpointInfo | None = None,
+        resume: Resume = "auto",
         layout: str = "",
         peer_copies: int = 0,
-        resumes: bool = True,
     ) -> None:
         if every not in (None, "auto") and not (isinstance(every, int) and every >= 1):
             raise CheckpointError(
@@ -70,25 +69,17 @@ class Saver:
                 f"peer_copies={peer_copies} needs checkpoint=<directory> (checkpoints= of a "
                 "Trainer): what the memory of hosts has lost is read from there."
             )
-        memory, self._copies, self._in_memory = host_memory(), None, None
-        if peer_copies and checkpoints is not None and memory is not None:
-            agree(
-                "peer copies", lambda: {"peer_copies": str(peer_copies)}
-            )  # before they must all come
-            self._copies = Copies(memory, checkpoints.directory, peer_copies)
-            if resumes:
-                self._in_memory = self._copies.newest(start.step if start else -1)
-        if self._in_memory is not None:
-            start = self._in_memory.info
-        self.checkpoints, self.start = checkpoints, start
+        if checkpoints is not None:
+            _start_of(checkpoints, resume)  # what cannot be is refused before it is waited for
+        self.checkpoints, self.start, self.step = checkpoints, None, 0
         self.stopping = Stopping(saves=checkpoints is not None)
-        self.step = start.step if start else 0
-        self._pace = Pace(self.step, _of_first_process) if every == "auto" else None
+        self._resume, self._peer_copies = resume, peer_copies
         self._every, self._layout = every if isinstance(every, int) else None, layout
-        position = start.position if start else Position()
-        self._saved = self.step, position.epoch, position.batches
-        if self.is_on:
-            progress.saved(self.step if start else -1)
+        self._claim = contextlib.ExitStack()
+        self._copies: Copies | None = None
+        self._in_memory: Any = None  # the newest state of the hosts' memory, if it is the start
+        self._pace = Pace(0, _of_first_process) if every == "auto" else None
+        self._saved = 0, 0, 0
 
     @classmethod
     def of(
@@ -108,9 +99,7 @@ class Saver:
             if resume is True:
                 raise CheckpointError("resume=True needs checkpoint=<directory>.")
             return cls(every=every, peer_copies=peer_copies)
-        checkpoints = Checkpoints(directory, keep)
-        start = _start_of(checkpoints, resume)
-        return cls(checkpoints, every, start, layout, peer_copies, resume is not False)
+        return cls(Checkpoints(directory, keep), every, resume, layout, peer_copies)
 
     @property
     def is_on(self) -> bool:
@@ -138,14 +127,25 @@ class Saver:
         return min(most, self._every - self.step % self._every)
 
     @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Around the making of a run and the run: its directory is claimed, and its start chosen.
+
+        In this order, since a run that waited for another one begins with what that has written.
+        What :meth:`running` is around ends the claim as well.
+        """
+        with self._claim:
+            if self.checkpoints is not None:
+                self._claim.enter_context(self.checkpoints.claimed())
+                _check_shared(self.checkpoints.directory)  # and rank 0 has claimed it
+                self._choose_start(self.checkpoints)
+            yield
+
+    @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Around the whole run: signals are heard, and what is being written is finished."""
-        if self.checkpoints is not None:
-            _check_shared(self.checkpoints.directory)
         nothing = contextlib.nullcontext()
-        claim = self.checkpoints.claimed() if self.checkpoints is not None else nothing
         copies = contextlib.closing(self._copies) if self._copies else nothing
-        with claim, self.stopping, copies, self.checkpoints or nothing:
+        with self._claim, self.stopping, copies, self.checkpoints or nothing:
             try:
                 yield
                 self.stopping.finish()
@@ -206,6 +206,24 @@ class Saver:
         info = CheckpointInfo(directory, step, arrays, self._layout, position, notes)
         late_notes, then = lambda: {"logs": as_json(logs)}, lambda: progress.saved(step)
         self._copies.save(info, state, late_notes, then)
+
+    def _choose_start(self, checkpoints: Checkpoints) -> None:
+        start, memory = _start_of(checkpoints, self._resume), host_memory()
+        if self._peer_copies and memory is not None:
+            agree(
+                "peer copies", lambda: {"peer_copies": str(self._peer_copies)}
+            )  # before they must all come
+            self._copies = Copies(memory, checkpoints.directory, self._peer_copies)
+            if self._resume is not False:
+                self._in_memory = self._copies.newest(start.step if start else -1)
+        if self._in_memory is not None:
+            start = self._in_memory.info
+        self.start, self.step = start, start.step if start else 0
+        if self._pace is not None:
+            self._pace = Pace(self.step, _of_first_process)
+        position = start.position if start else Position()
+        self._saved = self.step, position.epoch, position.batches
+        progress.saved(self.step if start else -1)
 
     def _is_written(self, step: int) -> None:
         progress.saved(step)

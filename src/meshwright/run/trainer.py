@@ -170,10 +170,11 @@ class Trainer:
         :class:`~meshwright.Preempted` is raised. ``peer_copies`` is as in
         :meth:`Sharded.fit <meshwright.Sharded.fit>`.
         """
-        start = None if checkpoints is None else checkpoints.latest
-        saver = Saver(checkpoints, save_every, start, repr(self.placement.mesh), peer_copies)
-        steps = ProgramSteps(self, state, batches, saver)
-        logs = Run(steps, saver, Callbacks()).train()
+        layout = repr(self.placement.mesh)
+        saver = Saver(checkpoints, save_every, layout=layout, peer_copies=peer_copies)
+        with saver.claimed():
+            steps = ProgramSteps(self, state, batches, saver)
+            logs = Run(steps, saver, Callbacks()).train()
         return steps.newest, logs
 
     def explain(self) -> Explanation:

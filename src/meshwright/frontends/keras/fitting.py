@@ -98,7 +98,8 @@ def fit(
     if line and jax.process_index() == 0:
         progress = Progress(schedule.epochs, epochs.num_batches, WorkRates(steps.work))
     due = () if validation.data is None else validation.freq
-    Run(steps, saves, KerasCallbacks(model, callbacks), schedule, due, progress).train()
+    with saves.claimed():
+        Run(steps, saves, KerasCallbacks(model, callbacks), schedule, due, progress).train()
     return model.history
 
 

@@ -89,7 +89,8 @@ def fit(
         progress=progress,
     )
     due = () if held_out is None else validation.freq
-    Run(steps, saves, KerasCallbacks(model, callbacks), schedule, due, progress).train()
+    with saves.claimed():
+        Run(steps, saves, KerasCallbacks(model, callbacks), schedule, due, progress).train()
     return model.history
 
 
