@@ -73,7 +73,8 @@ class Saver:
             _start_of(checkpoints, resume)  # what cannot be is refused before it is waited for
         self.checkpoints, self.start, self.step = checkpoints, None, 0
         self.stopping = Stopping(saves=checkpoints is not None)
-        self._resume, self._peer_copies = resume, peer_copies
+        self._resume: Resume = resume
+        self._peer_copies = peer_copies
         self._every, self._layout = every if isinstance(every, int) else None, layout
         self._claim = contextlib.ExitStack()
         self._copies: Copies | None = None
