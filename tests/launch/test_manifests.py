@@ -170,6 +170,15 @@ def test_the_command_prints_a_job_and_starts_nothing():
         (["--ray", "--processes", "2", "--nodes", "2"], "--nodes: not supported with --ray"),
         (["--write", "slurm", "--stall-timeout", "3"], "--stall-timeout: not supported with"),
         (["--no-standby", "--workers", "2"], "--no-standby: only valid for a group"),
+        (
+            ["--processes", "1", "--rendezvous", "a:1", "--ps", "2", "--image", "b"],
+            "--image: only valid with --write. --ps: only valid for a cluster of workers and "
+            "servers. --rendezvous: only valid with --nodes N.",
+        ),
+        (
+            ["--processes", "1", "--nodes", "2", "--hosts", "a,b", "--rendezvous", "a:1"],
+            "--rendezvous: not supported with --hosts.",
+        ),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(arguments, says):

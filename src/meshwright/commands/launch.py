@@ -10,7 +10,7 @@ import click
 from .config import config_option
 from .group import Command, argument, option, traceback_option
 from .options import seconds_option
-from .typed import as_typed, refuse_with, refuse_without, typed
+from .typed import as_typed, fault_of, is_default, refuse, refuse_with, refuse_without
 
 if TYPE_CHECKING:
     from ..launch.manifests import Job
@@ -176,9 +176,7 @@ def launch(
     if options["ray"]:
         _run_on_ray(ctx, program, processes, options)
         return
-    refuse_without(ctx, ("gpus", "name", "image"), "--write")
-    other = _OF_GROUPS if processes is None else _OF_CLUSTERS
-    _refuse(ctx, other, processes is not None)
+    _check_kind(ctx, processes is not None)
     if processes is None:
         from ..launch.script import run_launched
 
@@ -292,8 +290,18 @@ def _check_one_number(
             raise click.UsageError(f"{name} must be one number with {mode}.", ctx)
 
 
-def _refuse(ctx: click.Context, names: tuple[str, ...], is_group: bool) -> None:
-    """Options of the command line that belong to the other kind of launch are an error."""
-    if wrong := typed(ctx, names):
-        kind = "a cluster of workers and servers" if is_group else "a group (--processes N)"
-        raise click.UsageError(f"{wrong}: only valid for {kind}.", ctx)
+def _check_kind(ctx: click.Context, is_group: bool) -> None:
+    """Options of the command line that mean nothing in this kind of launch are an error."""
+    others = _OF_CLUSTERS if is_group else _OF_GROUPS
+    kind = "a cluster of workers and servers" if is_group else "a group (--processes N)"
+    meeting = ""
+    if is_group and ctx.params["hosts"]:
+        meeting = fault_of(ctx, ("rendezvous",), "not supported with --hosts")
+    elif is_group and is_default(ctx, "nodes"):
+        meeting = fault_of(ctx, ("rendezvous",), "only valid with --nodes N")
+    refuse(
+        ctx,
+        fault_of(ctx, ("gpus", "name", "image"), "only valid with --write"),
+        fault_of(ctx, others, f"only valid for {kind}"),
+        meeting,
+    )

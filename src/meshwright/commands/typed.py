@@ -21,16 +21,31 @@ def typed(ctx: click.Context, names: tuple[str, ...]) -> str:
     return ", ".join(words)
 
 
+def is_default(ctx: click.Context, name: str) -> bool:
+    """Whether nobody has set an option: not the command line, a file or the environment."""
+    return ctx.get_parameter_source(name) is ParameterSource.DEFAULT
+
+
 def refuse_without(ctx: click.Context, names: tuple[str, ...], needed: str) -> None:
     """Options that mean something beside another one alone."""
-    if wrong := typed(ctx, names):
-        raise click.UsageError(f"{wrong}: only valid with {needed}.", ctx)
+    refuse(ctx, fault_of(ctx, names, f"only valid with {needed}"))
 
 
 def refuse_with(ctx: click.Context, names: tuple[str, ...], mode: str) -> None:
     """Options of the command line that mean nothing beside another one."""
-    if wrong := typed(ctx, names):
-        raise click.UsageError(f"{wrong}: not supported with {mode}.", ctx)
+    refuse(ctx, fault_of(ctx, names, f"not supported with {mode}"))
+
+
+def fault_of(ctx: click.Context, names: tuple[str, ...], fault: str) -> str:
+    """What is wrong with those of these options that are on the command line; else nothing."""
+    wrong = typed(ctx, names)
+    return f"{wrong}: {fault}." if wrong else ""
+
+
+def refuse(ctx: click.Context, *faults: str) -> None:
+    """Raise those faults that there are, all at once."""
+    if lines := [fault for fault in faults if fault]:
+        raise click.UsageError("\n".join(lines), ctx)
 
 
 def as_typed(ctx: click.Context, names: tuple[str, ...]) -> list[str]:
