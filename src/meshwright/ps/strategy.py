@@ -121,9 +121,11 @@ class ParameterServer(KerasTraining):
 
         ``value`` is a number or an array; or, with ``shape``, the name of an initializer
         (``"zeros"``, ``"normal"``, ``"glorot_uniform"``...), one of Keras', or a mapping as servers
-        know it: then each server makes its own rows. A variable of this ``name`` that is there
-        already keeps its value. Raises :class:`~meshwright.errors.ArrayError` where it is there
-        with another shape or dtype.
+        know it: then each server makes its own rows. An array keeps its dtype; of Python's numbers
+        a float is float32 and an int int32, unless ``dtype`` says otherwise. A variable of this
+        ``name`` that is there already keeps its value. Raises
+        :class:`~meshwright.errors.ArrayError` where it is there with another shape or dtype, and
+        for a value that the dtype cannot hold.
         """
         init, array, full_shape, full_dtype = initial(value, shape, dtype)
         is_unnamed = name is None

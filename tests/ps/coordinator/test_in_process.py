@@ -263,6 +263,19 @@ def test_variables_outside_of_functions(strategy):
         w.rows_add([1], np.zeros(3))
     with pytest.raises(ArrayError, match="needs a shape"):
         strategy.variable("zeros")
+    for words in ({"value": np.array(["abc"])}, {"value": "zeros", "shape": [2], "dtype": "<U3"}):
+        with pytest.raises(ArrayError, match=r"dtype '<U3' is not supported.*Pass numbers"):
+            strategy.variable(**words)
+
+
+def test_an_array_keeps_its_dtype_and_no_number_becomes_another(strategy):
+    for value in (np.array([1e300]), np.float64(1e300), np.array([2**40])):
+        variable = strategy.variable(value)
+        assert (variable.dtype, variable.read()) == (value.dtype, value)
+    assert strategy.variable([1.0, np.inf]).dtype == "float32"
+    for value, dtype in ((1e300, None), (2**40, None), (np.array([1e300]), "float32"), (-1, "u1")):
+        with pytest.raises(ArrayError, match=r"cannot be stored as .*Pass dtype="):
+            strategy.variable(value, dtype=dtype)
 
 
 def test_a_partitioner_cuts_and_nobody_sees_it():

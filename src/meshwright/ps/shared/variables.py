@@ -180,13 +180,16 @@ def _is_basic(index: Any) -> bool:
 def initial(value: Any, shape: Sequence[int] | None = None, dtype: Any = None) -> Initial:
     """How servers make it, the value (if it is one), the shape and the dtype's name.
 
-    A Python float is float32, an int int32, as in TensorFlow. Raises
-    :class:`~meshwright.errors.ArrayError` where shape or value are missing or do not agree.
+    A Python float is float32, an int int32, and an array keeps its dtype, as in TensorFlow. Raises
+    :class:`~meshwright.errors.ArrayError` where shape or value are missing or do not agree, for a
+    dtype that servers do not hold, and for a value that the dtype cannot hold.
 
     >>> initial(0.0)
     ({'kind': 'value'}, array(0., dtype=float32), (), 'float32')
     >>> initial("zeros", (2, 3))
     ({'kind': 'zeros', 'params': {}, 'seed': None}, None, (2, 3), 'float32')
+    >>> initial(np.zeros(2))[3]
+    'float64'
     """
     rule = _rule(value)
     if rule is None:
@@ -195,17 +198,23 @@ def initial(value: Any, shape: Sequence[int] | None = None, dtype: Any = None) -
         raise ArrayError(f"a variable made by {rule['kind']!r} needs a shape: shape=(rows, ...).")
     if rule["kind"] not in ("zeros", "ones", "constant") and rule["seed"] is None:
         rule = {**rule, "seed": int.from_bytes(os.urandom(4), "little")}
-    return rule, None, tuple(int(dim) for dim in shape), np.dtype(dtype or "float32").name
+    return (
+        rule,
+        None,
+        tuple(int(dim) for dim in shape),
+        _held("float32" if dtype is None else dtype),
+    )
 
 
 def _value(value: Any, shape: Sequence[int] | None, dtype: Any) -> Initial:
     array = np.asarray(value)
+    _held(array.dtype if dtype is None else dtype)
     if dtype is not None:
-        array = array.astype(np.dtype(dtype))
-    elif isinstance(value, float) or array.dtype == np.float64:
-        array = array.astype(np.float32)
+        array = _converted(array, np.dtype(dtype))
+    elif not hasattr(value, "dtype") and array.dtype == np.float64:  # of Python's floats
+        array = _converted(array, np.dtype("float32"))
     elif isinstance(value, int) and not isinstance(value, bool):
-        array = array.astype(np.int32)
+        array = _converted(array, np.dtype("int32"))
     if shape is not None and tuple(shape) != array.shape:
         try:
             array = np.broadcast_to(array, tuple(shape))
@@ -219,6 +228,43 @@ def _value(value: Any, shape: Sequence[int] | None, dtype: Any) -> Initial:
         array.shape,
         array.dtype.name,
     )
+
+
+def _held(dtype: Any) -> str:
+    """The name of a dtype of numbers; servers refuse bfloat16 and its like by the variable."""
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        kind = None
+    is_extended = kind is not None and kind.kind == "V" and not kind.name.startswith("void")
+    if kind is None or not (kind.kind in "fiub" or is_extended):
+        shown = dtype if kind is None else kind.str
+        raise ArrayError(
+            f"a variable of dtype {shown!r} is not supported by servers, which hold floats, "
+            "integers and booleans of NumPy. Pass numbers, or another dtype=."
+        )
+    return kind.name
+
+
+def _converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The same numbers, rounded; none may be too large."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        try:
+            there = array.astype(dtype)
+        except (TypeError, ValueError) as error:
+            raise ArrayError(
+                f"a value of dtype {array.dtype} cannot be stored as {dtype}: {error}. Pass "
+                "numbers."
+            ) from error
+        is_float, is_bool = dtype.kind in "fV", dtype.kind == "b"
+        same = np.isinf(there) == np.isinf(array) if is_float else there == np.trunc(array)
+    lost = array[~np.asarray(same)]
+    if lost.size and not is_bool:
+        raise ArrayError(
+            f"value {lost[0]} cannot be stored as {dtype}. Pass dtype= with one that "
+            "holds it, such as 'float64' or 'int64'."
+        )
+    return there
 
 
 def _rule(value: Any) -> dict[str, Any] | None:
