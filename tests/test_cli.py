@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,7 +21,9 @@ import meshwright as mw
 import meshwright.demo
 from meshwright.cli import main
 from meshwright.commands import diagnosis
+from meshwright.commands.group import Command, Group
 from meshwright.testing import run_in_fresh_process
+from meshwright.warn import warn
 
 GRID = ["show", "--mesh", "batch=4,model=2"]
 KERNEL = [*GRID, "--dims", "784,128", "--layout", "unsharded,model"]
@@ -107,6 +111,22 @@ def test_the_traceback_is_shown_when_it_is_asked_for(place):
     assert result.exit_code == 2
     assert result.stderr.startswith("Traceback")
     assert "meshwright.errors.LayoutError: dim 0 lies on axis 'modl'" in result.stderr
+
+
+def test_a_warning_that_no_line_of_the_user_s_has_caused_names_none_of_click_s():
+    def by_a_line_here() -> None:
+        warn("the second fact.")
+
+    group = Group("odd")
+    group.add_command(Command("ours", callback=functools.partial(warn, "the first fact.")))
+    group.add_command(Command("theirs", callback=by_a_line_here))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        ours = CliRunner().invoke(group, ["ours"])
+    assert ours.output == "Warning: the first fact.\n"
+    with pytest.warns(mw.MeshwrightWarning, match="the second fact") as theirs:
+        CliRunner().invoke(group, ["theirs"])
+    assert theirs[0].filename == __file__
 
 
 def test_all_faults_of_all_tensors_are_told_at_once():

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from ..errors import MeshwrightError
+from ..errors import MeshwrightError, MeshwrightWarning
 
 _TRACEBACK_VARIABLE = "MESHWRIGHT_TRACEBACK"
 _FAULTS = "meshwright.faults"
+_CLICK = str(Path(click.__file__).parent)
 WORDS = "meshwright.words"  # of a command, as they were typed
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -27,7 +31,8 @@ class Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _plain_warnings():
+                return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
@@ -38,6 +43,24 @@ class Group(click.Group):
             else:
                 raise
             ctx.exit(2)
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Show those of Meshwright that no line of the user's has caused as errors are shown."""
+    before = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], filename: str, *more: Any, **how: Any) -> None:
+        if issubclass(category, MeshwrightWarning) and filename.startswith(_CLICK):
+            click.echo(f"Warning: {message}", err=True)
+        else:
+            before(message, category, filename, *more, **how)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def _lines_of(error: Exception) -> list[str]:
