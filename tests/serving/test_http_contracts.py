@@ -312,6 +312,13 @@ def test_csv_with_and_without_names_of_columns(head):
     assert np.array_equal(request.inputs["x"], np.array([[1, 2], [3, 4.5]], "float32"))
 
 
+@pytest.mark.parametrize("line", ["1;2;3;4", "first,second"])
+def test_csv_of_which_the_only_line_is_taken_for_names_says_so(line):
+    says = f"only line of the CSV, '{line}', .*taken for the names of columns.*commas"
+    with pytest.raises(RequestError, match=says):
+        invocations.read(line.encode(), "text/csv", "", X, LIMITS)
+
+
 def test_csv_keeps_large_integers_exact_and_fills_dims():
     spec = [TensorSpec("x", "int64", (None, 2, 1))]
     request = invocations.read(b"9007199254740993,1\n", "text/csv", "", spec, LIMITS)

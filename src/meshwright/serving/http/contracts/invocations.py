@@ -156,7 +156,14 @@ def _from_csv(
     if spec is None:
         return {}
     if lines and not any(map(_is_number, lines[0])):
-        del lines[0]  # names of columns
+        names = lines.pop(0)
+        if not lines:
+            faults.append(
+                f"the only line of the CSV, {short(','.join(names))}, holds no number, so it was "
+                "taken for the names of columns, and no rows follow. Send rows of numbers with "
+                "commas between columns and a point in decimals."
+            )
+            return {}
     wrong = [n for n, line in enumerate(lines) if not all(map(_is_number, line))]
     if wrong:
         faults.append(f"row {wrong[0]} of the CSV has a value that is not a number.")
