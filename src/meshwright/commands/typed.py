@@ -22,7 +22,7 @@ def typed(ctx: click.Context, names: tuple[str, ...]) -> str:
 
 
 def is_default(ctx: click.Context, name: str) -> bool:
-    """Whether nobody has set an option: not the command line, a file or the environment."""
+    """Whether an option has its default: no command line, file or environment sets it."""
     return ctx.get_parameter_source(name) is ParameterSource.DEFAULT
 
 

@@ -231,7 +231,7 @@ def _value(value: Any, shape: Sequence[int] | None, dtype: Any) -> Initial:
 
 
 def _held(dtype: Any) -> str:
-    """The name of a dtype of numbers; servers refuse bfloat16 and its like by the variable."""
+    """The name of a dtype of numbers. Servers refuse bfloat16, by the name of the variable."""
     try:
         kind = np.dtype(dtype)
     except TypeError:
