@@ -247,7 +247,9 @@ def _held(dtype: Any) -> str:
 
 
 def _converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The same numbers, rounded; none may be too large."""
+    """A copy with the same numbers, rounded; none may be too large."""
+    if array.dtype == dtype:
+        return array.copy()
     with np.errstate(over="ignore", invalid="ignore"):
         try:
             there = array.astype(dtype)
