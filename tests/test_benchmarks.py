@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +105,26 @@ def test_sides_in_one_process_have_their_cpu_time(
         with sides.runs(side):
             pass
     assert sides.cpu_s == {"ours": 2.25, "peer": 1.5}
+
+
+LEAVES_ONE_BEHIND = """
+import subprocess, sys
+works = "import time\\nwhile time.process_time() < 0.5: pass"
+subprocess.Popen([sys.executable, "-c", works], start_new_session=True)
+print("{}")
+"""
+MEASURES_IT = """
+import processes, sys
+print(processes.run_process([sys.executable, "-c", sys.argv[1]])["load"]["cpu_s"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands orphans to another parent")
+def test_what_a_side_leaves_behind_counts_as_its_own() -> None:
+    """A process of its own measures, since it waits for whatever children it has."""
+    measures = [sys.executable, "-c", MEASURES_IT, LEAVES_ONE_BEHIND]
+    cpu_s = subprocess.run(measures, cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+    assert float(cpu_s.stdout) > 0.5
 
 
 def test_the_page_says_how_quiet_it_was(

@@ -69,9 +69,8 @@ class Hardware:
     ``elements_per_s`` is the speed of elementwise work, ``instruction_s`` what each instruction
     costs besides, ``call_s`` each call of a compiled function, and ``handover_s`` what it takes
     another thread to begin and to hand a result back, where they were measured
-    (:func:`calibrate`). So are ``rates``, which
-    hold ``(kind, ((size, work per second), ...))``: a small piece of work is slower than a large
-    one, and one in a cache faster than one in memory.
+    (:func:`calibrate`). So are ``rates``, which hold ``(kind, ((size, work per second), ...))``: a
+    small piece of work is slower than a large one, and one in a cache faster than one in memory.
     ``sources`` holds ``(name of the number, where it is from)``.
 
     >>> v5p = hardware_of("v5p:2x2x2")
