@@ -170,15 +170,18 @@ class Unsummed(keras.Model):
         return {"loss": aux[0]}, (params, aux[2], slots, aux[3])
 
 
+def of_one_layer(kind: type[keras.Model], optimizer: Any = None) -> Any:
+    """A model of this class, and its batch."""
+    source = keras.Input([12])
+    model = kind(source, keras.layers.Dense(4, name="hidden")(source))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer or keras.optimizers.SGD(0.1), loss)
+    return model, (X, Y)
+
+
 @pytest.mark.full
 def test_a_wrong_gradient_of_a_models_own_step_is_found() -> None:
-    def build() -> Any:
-        source = keras.Input([12])
-        model = Unsummed(source, keras.layers.Dense(4, name="hidden")(source))
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.1), loss)
-        return model, (X, Y)
-
+    build = functools.partial(of_one_layer, Unsummed)
     (under,) = check(build, "batch=4", steps=2).meshes
     assert under.first == Beyond(1, "gradient", "hidden/kernel")
     gap = under["hidden/kernel"].gradient
@@ -195,14 +198,7 @@ def test_a_step_without_a_log_of_that_name_is_compared_by_its_variables() -> Non
             logs, state = super().train_step(state, data)
             return {"d_loss": logs["loss"]}, state
 
-    def build() -> Any:
-        source = keras.Input([12])
-        model = Renamed(source, keras.layers.Dense(4, name="hidden")(source))
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.1), loss)
-        return model, (X, Y)
-
-    result = check(build, "batch=4", steps=1)
+    result = check(functools.partial(of_one_layer, Renamed), "batch=4", steps=1)
     assert result.losses == ()
     assert result.meshes[0].first == Beyond(1, "gradient", "hidden/kernel")
     assert "loss: not compared: the step has no log 'loss'" in str(result)
@@ -219,12 +215,7 @@ def test_a_wrong_update_in_a_models_own_step_is_found_too() -> None:
     class Right(Unsummed):
         off = 0.0
 
-    def build() -> Any:
-        source = keras.Input([12])
-        model = Right(source, keras.layers.Dense(4, name="hidden")(source))
-        model.compile(Scaled(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model, (X, Y)
-
+    build = functools.partial(of_one_layer, Right, Scaled(0.1))
     for mesh in ("batch=4", "batch=4,model=2"):  # the second is guarded, and traced apart
         (under,) = check(build, mesh, steps=2).meshes
         assert under.first is not None

@@ -81,6 +81,8 @@ def test_what_a_loss_returns_and_takes_is_checked() -> None:
         program(loss=lambda params, batch: jnp.mean(batch))
     with pytest.raises(ModelError, match="'w' is the path of a parameter and of an array of state"):
         program(state={"w": jnp.zeros([2])})
+    with pytest.raises(ModelError, match=r"received 'a' at .'x'., <class .* at .'y'.\. Leave them"):
+        program(state={"x": "a", "y": type(None)})
     first = program().initial()
     for returned, words in (
         (lambda value, logs, new: (value, logs), "returns .number, logs, new_state.*2 values"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -258,7 +259,24 @@ def made(params: Any) -> tuple[Callable[[], Any], Any]:
     """The function that makes a tree of arrays, and the shapes of what it makes."""
     if makes_parameters(params):
         return params, jax.eval_shape(params)
-    return lambda: jax.tree.map(_valued, params), jax.tree.map(_shape, params)
+    return lambda: jax.tree.map(_valued, params), _shapes_of_arrays(params)
+
+
+def _shapes_of_arrays(tree: Any) -> Any:
+    """The shapes of a tree; raises ModelError for leaves other than arrays, numbers and shapes."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    shapes, wrong = list[Any](), list[str]()
+    for path, leaf in leaves:
+        try:
+            shapes.append(_shape(leaf))
+        except TypeError:
+            wrong.append(f"{reprlib.repr(leaf)} at {jax.tree_util.keystr(path)}")
+    if wrong:
+        raise ModelError(
+            f"expected arrays or numbers as parameters and state; received {', '.join(wrong)}. "
+            "Leave them out of the tree, and let the loss close over them."
+        )
+    return jax.tree.unflatten(structure, shapes)
 
 
 def _parted(tree: Any) -> tuple[Any, Any]:
