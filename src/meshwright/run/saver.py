@@ -211,9 +211,8 @@ class Saver:
     def _choose_start(self, checkpoints: Checkpoints) -> None:
         start, memory = _start_of(checkpoints, self._resume), host_memory()
         if self._peer_copies and memory is not None:
-            agree(
-                "peer copies", lambda: {"peer_copies": str(self._peer_copies)}
-            )  # before they must all come
+            # Before all must come.
+            agree("peer copies", lambda: {"peer_copies": str(self._peer_copies)})
             self._copies = Copies(memory, checkpoints.directory, self._peer_copies)
             if self._resume is not False:
                 self._in_memory = self._copies.newest(start.step if start else -1)
