@@ -97,7 +97,9 @@ def main() -> None:
         _, logs = trainer.train(trainer.init(), batches())
         if HOW == "asleep":
             meet(mesh)
-        print("loss", float(logs["loss"]), jax.process_count(), jax.device_count(), flush=True)
+        seen = f"{float(logs['loss'])} {jax.process_count()} {jax.device_count()}"
+        sys.stdout.write(f"loss {seen}\n")  # at once: mpirun lets ranks write into one line
+        sys.stdout.flush()
     except mw.ProcessError as error:
         if jax.process_index() != FAILS:
             fields = {"rank": error.rank, "pid": error.pid, "section": error.section}
