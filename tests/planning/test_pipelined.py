@@ -28,6 +28,8 @@ from meshwright.planning.pipelined.cutting import in_families_of
 from meshwright.planning.pipelined.equal import equal_blocks
 from meshwright.planning.pipelined.sections import Section, sections_of
 from meshwright.planning.pipelined.ticking import Passes, step_s
+from meshwright.planning.search.classics import classics
+from meshwright.planning.search.request import Request, Space
 from meshwright.planning.traced_graph import graph_of_step
 from meshwright.stages.table import table_of
 from meshwright.targets.hardware import Hardware, hardware_of
@@ -460,9 +462,31 @@ def test_the_page_shows_stages_and_ticks():
     assert len(many) < len(page) + 20_000  # drawn without numbers
 
 
-def test_zero_bubble_is_planned_only_where_stages_skip() -> None:
-    """Beside an axis that splits more than rows it is refused."""
+def test_schedules_are_tried_with_and_without_remat_and_zero_bubble_only_where_stages_skip() -> (
+    None
+):
+    """Beside an axis that splits more than rows zero-bubble is refused, and with remat as well."""
     from meshwright.planning.pipelined.searching import _schedules
 
-    kinds = [{p.schedule for p in _schedules(8, 2, 4, False, skips)} for skips in (True, False)]
-    assert kinds[0] - kinds[1] == {"zero_bubble"}
+    skips, other = (
+        {(pipeline.schedule, remat) for pipeline, remat in _schedules(8, 2, 4, is_skipping)}
+        for is_skipping in (True, False)
+    )
+    assert skips - other == {("zero_bubble", "none")}
+    assert other == {(s, r) for s in ("1f1b", "gpipe", "circular") for r in ("none", "block")}
+
+
+def test_a_stage_has_rows_over_all_its_devices_with_zero_1_among_its_first_layouts() -> None:
+    """However short the search: without ZeRO, stages of large models only fit with their dims
+    split over many devices, which on slow networks takes ten times as long."""
+    program = program_of()
+    ids = shape(64, TOKENS, dtype="int32")
+    step = abstract_step(program, ids, mw.Placement.of(mw.Mesh({"batch": 1})))
+    target = Target.of("h100:8")
+    space = Space(zero=(0, 1))
+    request = Request(graph_of_step(step), target, hardware_of(target), "time", None, space)
+    ways = classics(request, fsdp_zero=1)
+    assert ways["FSDP"].layouts.choices.zero == 1
+    assert ways["FSDP"].layouts.axes == (("batch", 8),)
+    assert ways["FSDP × tensor parallel"].layouts.choices.zero == 1
+    assert "FSDP" not in classics(request)

@@ -20,7 +20,7 @@ from ..analytic.assignment import Assignment
 from ..graph import Graph
 from ..search.branch_and_bound import search_for
 from ..search.candidates import Candidate
-from ..search.choices import Choices, Layouts
+from ..search.choices import Choices, Layouts, Remat
 from ..search.classics import classics
 from ..search.cost import masks_of
 from ..search.request import Request
@@ -32,6 +32,7 @@ from .sections import Section, sections_of
 _SIZES = 6  # of the stage axis, that are tried at most, the smallest first
 _TIMES = (1, 2, 4, 8, 16)  # micro-batches per stage
 _REPEATS = (2, 4)
+_REMAT: tuple[Remat, ...] = "none", "block"
 _KEEP = 12  # layouts of a stage, that are costed with every schedule
 _ROOM = 0.9  # of a device, for what a stage holds beside its buffers
 
@@ -115,7 +116,7 @@ def _of_size(request: Request, cut: Cut, size: int, limit_s: float) -> Iterator[
     room = None if request.limit_bytes is None else round(_ROOM * request.limit_bytes)
     space = replace(
         request.space, axes=None, fewer_devices=False, zero=(0, 1), accumulate=counts,
-        remat=("none", "block"),
+        remat=_REMAT,
     )  # fmt: skip
     stage = replace(request, graph=graph, limit_bytes=room, space=space, stages=((AXIS, size),))
     batch = stage.problem.batch
@@ -124,7 +125,7 @@ def _of_size(request: Request, cut: Cut, size: int, limit_s: float) -> Iterator[
     if not counts:
         return
     stage = replace(stage, space=replace(space, accumulate=counts))
-    result = search_for(stage, _KEEP, limit_s, classics(stage).values())
+    result = search_for(stage, _KEEP, limit_s, classics(stage, fsdp_zero=1).values())
     deadline_s = time.monotonic() + limit_s
     stages = {blocks: _Stage(stage, paths, sections_of(graph, paths))}
 
@@ -136,9 +137,9 @@ def _of_size(request: Request, cut: Cut, size: int, limit_s: float) -> Iterator[
 
     every = list(_by_count(result.candidates, counts[::-1]))
     for place, layouts in enumerate(every):
-        for cost, pipeline in _scheduled(with_places, layouts, cut, size, rows):
+        for cost, pipeline, remat in _scheduled(with_places, layouts, cut, size, rows):
             if request.limit_bytes is None or cost.peak_bytes <= request.limit_bytes:
-                yield Found(_with_stages(layouts, size, pipeline), cost)
+                yield Found(_with_stages(layouts, size, pipeline, remat), cost)
         if place + 1 >= 2 * len(counts) and time.monotonic() > deadline_s:
             return
 
@@ -146,8 +147,7 @@ def _of_size(request: Request, cut: Cut, size: int, limit_s: float) -> Iterator[
 def _by_count(candidates: Iterable[Candidate], counts: Sequence[int]) -> Iterator[Layouts]:
     """Each layout that was found with each number of micro-batches, the best layout first."""
     of_one = dict.fromkeys(
-        replace(layouts, choices=replace(layouts.choices, accumulate=1))
-        for layouts, _ in candidates
+        replace(layouts, choices=Choices(layouts.choices.zero)) for layouts, _ in candidates
     )
     for layouts in of_one:
         for count in counts:
@@ -156,8 +156,8 @@ def _by_count(candidates: Iterable[Candidate], counts: Sequence[int]) -> Iterato
 
 def _scheduled(
     with_places: Callable[[int], _Stage], layouts: Layouts, cut: Cut, size: int, rows: int
-) -> Iterator[tuple[PipelineCost, Pipeline]]:
-    """The layouts of a stage with every schedule that can run them."""
+) -> Iterator[tuple[PipelineCost, Pipeline, Remat]]:
+    """The layouts of a stage with every schedule that can run them, and each kind of remat."""
     blocks, count = -(-cut.count // size), layouts.choices.accumulate
     assignment = _assigned(with_places(blocks).request, layouts)
     over = int(assignment.lay.batch[0])
@@ -167,9 +167,8 @@ def _scheduled(
         return
     sent = tuple(round(nbytes * rows / count / pieces) for nbytes in cut.row_bytes)
     works: dict[int, tuple[Assignment, StageWork]] = {}
-    by_block = layouts.choices.remat == "block"
     may_repeat = 1 if cut.is_even else blocks
-    for pipeline in _schedules(count, size, may_repeat, by_block, is_skipping):
+    for pipeline, remat in _schedules(count, size, may_repeat, is_skipping):
         deal = cut.deal(size, pipeline, is_skipping)
         places = deal.most * pipeline.repeats
         request, paths, sections = with_places(places)
@@ -181,7 +180,8 @@ def _scheduled(
             works[places] = own, StageWork.of(own, staging, sections)
         own, work = works[places]
         target, hardware = request.target, request.hardware
-        yield pipeline_cost(own, staging, target, hardware, by_block, work), pipeline
+        cost = pipeline_cost(own, staging, target, hardware, remat == "block", work)
+        yield cost, pipeline, remat
 
 
 def _assigned(request: Request, layouts: Layouts) -> Assignment:
@@ -195,22 +195,26 @@ def _assigned(request: Request, layouts: Layouts) -> Assignment:
 
 
 def _schedules(
-    count: int, size: int, blocks: int, by_block: bool, is_skipping: bool
-) -> Iterator[Pipeline]:
-    """Those that run; zero-bubble only where stages skip what they have no work for."""
-    yield Pipeline(AXIS, count)
-    yield Pipeline(AXIS, count, remat_stages=False)
-    if is_skipping and not by_block:
-        yield Pipeline(AXIS, count, "zero_bubble")
-    yield Pipeline(AXIS, count, "gpipe")
-    for repeats in _REPEATS:
-        if blocks % repeats == 0 and count % size == 0:
-            yield Pipeline(AXIS, count, "circular", repeats)
-            yield Pipeline(AXIS, count, "circular", repeats, remat_stages=False)
+    count: int, size: int, blocks: int, is_skipping: bool
+) -> Iterator[tuple[Pipeline, Remat]]:
+    """Those that run, with each kind of remat.
+
+    Zero-bubble runs only without remat, and where stages skip what they have no work for.
+    """
+    if is_skipping:
+        yield Pipeline(AXIS, count, "zero_bubble"), "none"
+    for remat in _REMAT:
+        yield Pipeline(AXIS, count), remat
+        yield Pipeline(AXIS, count, remat_stages=False), remat
+        yield Pipeline(AXIS, count, "gpipe"), remat
+        for repeats in _REPEATS:
+            if blocks % repeats == 0 and count % size == 0:
+                yield Pipeline(AXIS, count, "circular", repeats), remat
+                yield Pipeline(AXIS, count, "circular", repeats, remat_stages=False), remat
 
 
-def _with_stages(layouts: Layouts, size: int, pipeline: Pipeline) -> Layouts:
-    choices = Choices(layouts.choices.zero, 1, layouts.choices.remat, pipeline)
+def _with_stages(layouts: Layouts, size: int, pipeline: Pipeline, remat: Remat) -> Layouts:
+    choices = Choices(layouts.choices.zero, 1, remat, pipeline)
     axes = tuple(axis for axis in layouts.axes if axis[1] > 1)
     names = {name for name, _ in axes}
     rules = tuple((family, along) for family, along in layouts.rules if names.intersection(along))

@@ -44,23 +44,26 @@ class _Way(NamedTuple):
     weights: int
 
 
-def classics(request: Request) -> Classics:
+def classics(request: Request, fsdp_zero: int = 3) -> Classics:
     """The best of each name by the model; one that fits, if any does.
 
     A name is missing where the step, the target or ``space`` has nothing for it: a batch that does
-    not divide, no weights to split, a level of ZeRO that may not be chosen.
+    not divide, no weights to split, a level of ZeRO that may not be chosen. ``fsdp_zero`` is
+    that of FSDP, less than 3 where a step supports no more.
     """
-    best = {name: _Classics(request).best(name) for name in NAMES}
+    search = _Classics(request, fsdp_zero)
+    best = {name: search.best(name) for name in NAMES}
     return {name: candidate for name, candidate in best.items() if candidate is not None}
 
 
 @dataclass(frozen=True)
 class _Classics:
     request: Request
+    fsdp_zero: int
 
     def best(self, name: str) -> Candidate | None:
         """The best of a name: of those that fit the fastest or smallest, else the smallest."""
-        zero = 3 if name in (FSDP, FSDP_TENSOR) else min(self.request.space.zero)
+        zero = self.fsdp_zero if name in (FSDP, FSDP_TENSOR) else min(self.request.space.zero)
         if zero not in self.request.space.zero:
             return None
         best: Candidate | None = None
