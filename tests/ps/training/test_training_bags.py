@@ -11,11 +11,12 @@ import pytest
 from training_models import ratings, recommender
 
 import meshwright as mw
+from meshwright.frontends.keras.program import KerasVariables
 from meshwright.ps.options import Tables
 from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
 from meshwright.ps.training import table_of
-from meshwright.ps.training.embeddings import COMBINERS, Embedding, combine
+from meshwright.ps.training.embeddings import COMBINERS, Embedding, KerasLookups, combine
 
 PAD = 7
 HOW = {"batch_size": 16, "shuffle": False, "verbose": 0}
@@ -126,6 +127,17 @@ def test_what_a_bag_cannot_take_is_refused_where_the_model_is_made():
         Embedding("a", 0, "many", combiner="max", padding_id="none")
     for part in ("dim must", "size must", "combiner must", "padding_id must"):
         assert part in str(caught.value)
+
+
+def test_layers_of_one_table_must_describe_it_alike():
+    ids = [keras.Input([], dtype="int32") for _ in range(2)]
+    parts = [
+        keras.Sequential([keras.Input([], dtype="int32"), Embedding("a", 2, size)])(of_ids)
+        for of_ids, size in zip(ids, (7, 9), strict=True)
+    ]
+    model = keras.Model(ids, keras.layers.Dot(1)(parts))
+    with pytest.raises(mw.ModelError, match=r"share table 'a'.*size=7 and 9"):
+        KerasLookups(model, KerasVariables.of(model), None)
 
 
 # Optimizers of tables

@@ -113,6 +113,33 @@ def test_rows_of_tables_train_as_whole_tables_do(clip):
     assert stats["lookups"] >= 2 * 2 * 3  # two tables, two epochs, three batches
 
 
+def tower(rows: int) -> keras.Model:
+    ids = keras.Input([], dtype="int32")
+    return keras.Model(ids, keras.layers.Embedding(rows, 4, name="table")(ids))
+
+
+def towers() -> keras.Model:
+    """Two towers of which Keras calls every variable, and so every slot, the same."""
+    keras.utils.set_random_seed(0)
+    ids = [keras.Input([], dtype="int32") for _ in range(2)]
+    parts = [tower(rows)(of_ids) for rows, of_ids in zip((12, 9), ids, strict=True)]
+    model = keras.Model(ids, keras.layers.Dot(1)(parts))
+    model.compile(keras.optimizers.Adagrad(0.1), "mse")
+    return model
+
+
+def test_layers_of_the_same_name_keep_their_own_slots():
+    users, items = np.arange(40) % 12, np.arange(40) % 9
+    liked = (users * items % 5).astype("float32")
+    model, expected = towers(), towers()
+    for _ in range(2):  # in the second fit the servers begin with slots that are there
+        expected.fit([users, items], liked, **HOW)
+        with ParameterServer() as strategy:
+            strategy.fit(model, [users, items], liked, **HOW)
+    assert apart(expected, model) < 1e-6
+    assert slots_apart(expected, model) < 1e-6
+
+
 @pytest.mark.full
 def test_validation_counts_every_element_once():
     x, y = data(70)

@@ -308,16 +308,27 @@ def parameter_of(slot: Any) -> Any | None:
 def find_parameters(slots: list[Any], parameters: list[Any]) -> None:
     """Note which parameters slots belong to that were made before anybody listened: by names.
 
-    Keras calls the momentum of ``net/hidden/kernel`` ``net_hidden_kernel_momentum``.
+    Keras calls the momentum of ``net/hidden/kernel`` ``net_hidden_kernel_momentum``. Layers inside
+    two towers may have the same path, and so their slots the same name: these come in the order of
+    their parameters.
     """
     unknown = [slot for slot in slots if parameter_of(slot) is None]
-    beginnings = {
-        parameter.path.replace("/", "_") + "_": parameter for parameter in parameters if unknown
-    }
+    if not unknown:
+        return
+    namesakes: dict[str, list[Any]] = {}
+    for parameter in parameters:
+        namesakes.setdefault(parameter.path.replace("/", "_") + "_", []).append(parameter)
+    same_name: dict[str, list[Any]] = {}
+    for slot in slots:
+        same_name.setdefault(slot.name, []).append(slot)
     for slot in unknown:
-        fitting = [begin for begin in beginnings if slot.name.startswith(begin)]
-        if fitting and (parameter := beginnings[max(fitting, key=len)]).shape == slot.shape:
-            slot._meshwright_parameter = parameter
+        fitting = [begin for begin in namesakes if slot.name.startswith(begin)]
+        if not fitting:
+            continue
+        owners = namesakes[max(fitting, key=len)]
+        number = next(n for n, other in enumerate(same_name[slot.name]) if other is slot)
+        if len(same_name[slot.name]) == len(owners) and owners[number].shape == slot.shape:
+            slot._meshwright_parameter = owners[number]
 
 
 def layout_of(variable: Any) -> Layout:

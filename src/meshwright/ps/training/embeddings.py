@@ -25,6 +25,8 @@ from .tables import Note, Table, Take, Taken
 _taking: ContextVar[Take | None] = ContextVar("taking", default=None)
 Combiner = Literal["sum", "mean", "sqrtn"]
 COMBINERS: tuple[str, ...] = get_args(Combiner)
+# What layers of one table must agree on.
+_OF_TABLE = ("dim", "size", "initializer", "seed", "padding_id", "optimizer")
 
 
 def _hollow(name: str, ids: Any) -> Taken:
@@ -39,7 +41,8 @@ class Embedding(keras.layers.Layer):
     ``name`` is that of the table, ``dim`` the length of its rows and ``size`` their number, or
     ``"hash"``: then any whole number is a key, and its row is made when it is first trained on.
     ``initializer`` is ``"uniform"`` (from -0.05 to 0.05, as Keras) or another that servers know.
-    The table keeps its rows from one fit to the next, and is spread over all servers.
+    The table keeps its rows from one fit to the next, and is spread over all servers. Layers of the
+    same name in one model share it, and must describe it alike.
 
     ``padding_id`` is an id that stands for none: its row is 0 and is never trained. With
     ``combiner`` the rows of the ids' last dim are combined into one, by ``"sum"``, ``"mean"`` or
@@ -212,7 +215,7 @@ class KerasLookups:
         inside = list(_compat.layers_inside(model))
         for layer in inside:
             if isinstance(layer, Embedding):
-                self.served[layer.name] = layer
+                _check_namesakes(layer, self.served.setdefault(layer.name, layer))
         plain = {layer.name: layer for layer in inside if _is_plain(layer)}
         for layer in _layers_by_rows(plain, embeddings, model.name):
             path = paths.get(id(layer.embeddings if layer.built else None))
@@ -258,6 +261,23 @@ def building() -> contextlib.AbstractContextManager[None]:
     """
 
     return scoped(_taking, _hollow)
+
+
+def _check_namesakes(layer: Embedding, first: Embedding) -> None:
+    """Raise :class:`~meshwright.ModelError` for layers of one table that describe two.
+
+    They may combine rows in their own ways; the table, with its padding, is one.
+    """
+    one, other = (
+        {key: value for key, value in table.get_config().items() if key in _OF_TABLE}
+        for table in (first, layer)
+    )
+    if differing := {key: (one[key], other[key]) for key in one if one[key] != other[key]}:
+        listed = ", ".join(f"{key}={a!r} and {b!r}" for key, (a, b) in differing.items())
+        raise ModelError(
+            f"two layers of the model share table {layer.name!r}, but differ in {listed}. Give "
+            "them different names, one for each table, or the same arguments."
+        )
 
 
 @contextlib.contextmanager

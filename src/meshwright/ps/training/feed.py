@@ -93,8 +93,11 @@ def _length(dataset: Any) -> int | None:
 
 
 def _is_arrays(x: Any) -> bool:
-    """Whether it is one array, or a dict or tuple of them, whose rows are the data."""
-    leaves = list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, tuple) else [x]
+    """Whether it is one array, or a dict, tuple or list of them, whose rows are the data.
+
+    A list of arrays is one input after the other, as for Keras, and no dataset of batches.
+    """
+    leaves = list(x.values()) if isinstance(x, dict) else x if isinstance(x, list | tuple) else [x]
     return bool(leaves) and all(
         hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, keras.Model)
         for leaf in leaves
