@@ -76,6 +76,9 @@ def test_data_that_cannot_be_used_is_refused():
         feed_of(Data(lambda context: 7))
     with pytest.raises(mw.BatchError, match="are for arrays"):
         feed_of(Data(lambda context: [(x, y)], batch_size=3))
+    with pytest.raises(mw.BatchError, match=r"a batch has no rows.*\(0, \d+\), \(0,\)"):
+        feed_of(Data(lambda context: [(x[:0], y[:0]), (x, y)]))
+    assert feed_of(Data([x, x], y, batch_size=3)).examples[0][0][1].shape == (3, *x.shape[1:])
 
 
 # Callbacks and metrics

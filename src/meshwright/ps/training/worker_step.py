@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from ...errors import TaskError
+from ...errors import BatchError, TaskError
 from ..shared.placing import ShardPlace, VariableSpec
 from ..worker.context import Context, current
 from ..worker.iterators import IndexedElements
@@ -291,7 +291,8 @@ def spread(seed: np.ndarray, index: int) -> np.ndarray:
 def as_batch(element: Any) -> Any:
     """An element of a dataset as ``(x, y, sample weights)``, shorter where parts are absent.
 
-    TensorFlow's and PyTorch's tensors become NumPy arrays.
+    TensorFlow's and PyTorch's tensors become NumPy arrays. Raises :class:`~meshwright.BatchError`
+    for a batch without rows: it has neither a loss nor a gradient.
     """
 
     def one(leaf: Any) -> Any:
@@ -299,7 +300,14 @@ def as_batch(element: Any) -> Any:
 
     if isinstance(element, list):
         element = tuple(element)
-    return jax.tree.map(one, element)
+    batch = jax.tree.map(one, element)
+    if any(np.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(batch)):
+        shapes = ", ".join(str(np.shape(leaf)) for leaf in jax.tree.leaves(batch))
+        raise BatchError(
+            f"a batch has no rows; its arrays have the shapes {shapes}. Leave empty batches out of "
+            "the dataset, for example those of which a filter has left nothing."
+        )
+    return batch
 
 
 @dataclass(frozen=True, eq=False)
