@@ -99,8 +99,9 @@ class Program:
     ``loss(params, whole, batch, training)`` gives the scalar that is differentiated and an
     :class:`Aux`; ``whole`` is the :class:`TrainState` that the other variables are read from.
     ``measure(metrics, aux, batch)`` gives new metrics and logs. ``update(params, grads, slots)`` is
-    the optimizer's step. ``initial()`` gives the values to begin with. ``own_step`` is a whole
-    training step ``(whole, batch) -> (whole, logs)`` where the model brings its own,
+    the optimizer's step; where it computes with the loss, :meth:`noting` puts that among the slots,
+    as ``loss_slot`` describes it. ``initial()`` gives the values to begin with. ``own_step`` is a
+    whole training step ``(whole, batch) -> (whole, logs)`` where the model brings its own,
     ``own_test_step`` one of evaluation; ``predict(params, state, batch)`` gives outputs where that
     takes more than ``forward``. ``reduction`` says whether the loss is a mean over the rows of the
     batch or a sum; ``logs`` says whether those of ``measure`` are of one batch, means over its
@@ -136,6 +137,28 @@ class Program:
     inputs: tuple[tuple[int, DimNames], ...] = ()
     context: Callable[[Placement, bool], AbstractContextManager[Any]] | None = None
     example: Batch | None = None
+    loss_slot: ParamInfo | None = None
+
+    def noting(self, slots: Arrays, loss: Any) -> Arrays:
+        """The slots as ``update`` takes them in a step of this loss, the mean over its rows.
+
+        >>> import numpy as np, optax, meshwright as mw
+        >>> def loss(params, x):
+        ...     return ((x @ params["w"]) ** 2).mean()
+        >>> program = mw.jax_program(loss, {"w": np.ones([4, 2])}, optax.polyak_sgd())
+        >>> sorted(program.noting(program.initial().slots, 0.5))
+        ['step/loss']
+        """
+        if self.loss_slot is None:
+            return slots
+        import jax.numpy as jnp
+
+        return {**slots, self.loss_slot.path: jnp.asarray(loss, self.loss_slot.dtype)}
+
+    @property
+    def update_slots(self) -> tuple[ParamInfo, ...]:
+        """What ``update`` takes as slots: those of the state, and the loss where it reads that."""
+        return self.slots if self.loss_slot is None else (*self.slots, self.loss_slot)
 
     def under(
         self, placement: Placement, function: Callable[..., Any], *, whole: bool = False

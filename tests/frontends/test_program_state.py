@@ -162,14 +162,6 @@ def test_random_keys_are_saved_and_planned_as_their_numbers(tmp_path: Path) -> N
     mw.dry_run(noisy(), X[0], strategy=placement, target="cpu:8", compile=False)
 
 
-def test_an_optimizer_that_needs_the_loss_is_refused_in_our_words() -> None:
-    optimizer = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())
-    program = mw.jax_program(lambda p, x: jnp.mean(x @ p["w"]), {"w": jnp.ones([8, 8])}, optimizer)
-    first = program.initial()
-    with pytest.raises(ModelError, match=r"missing 1 .*'value'\nIt gets gradients, slots and"):
-        program.update(first.params, first.params, first.slots)
-
-
 def test_meshes_are_compared_by_it() -> None:
     case = mw.testing.Case(program(), X[0], {"w": [None, "model"]}, {"zero": 1})
     mw.testing.assert_equivalent(lambda: case, {"batch": 4, "model": 2}, steps=2)

@@ -80,7 +80,7 @@ class OneDevice:
 
     def _gradient_step(self) -> Take | None:
         if self.is_pure:
-            telling = replace(self._program, update=_gradients_as_parameters)
+            telling = replace(self._program, update=_gradients_as_parameters, loss_slot=None)
             return None if telling.own_step is not None else jax.jit(_plain_step(telling))
         step = self._program.own_step or _plain_step(self._program)
         return _gradient_step(step, self.case.model, self._start, self.case.batches[0])
@@ -155,7 +155,7 @@ def _run_pure(case: Case, setup: Setup, steps: int) -> Run:
     true = trainer(program)
     gradients = None
     if program.own_step is None:
-        telling = trainer(replace(program, update=_gradients_as_parameters))
+        telling = trainer(replace(program, update=_gradients_as_parameters, loss_slot=None))
         first = _in_parts(case.batches[0], setup, telling.put)
         gradients = telling.unpadded(telling.step(telling.init(), first)[0]).params
     state = true.init()
@@ -275,7 +275,8 @@ def _plain_step(program: Program) -> Take:
     def step(whole: TrainState, batch: Any) -> tuple[TrainState, Any]:
         differentiate = jax.value_and_grad(program.loss, has_aux=True)
         (_, aux), grads = differentiate(whole.params, whole, batch, True)
-        params, slots = program.update(whole.params, grads, whole.slots)
+        slots = program.noting(whole.slots, aux.loss)
+        params, slots = program.update(whole.params, grads, slots)
         metrics, logs = program.measure(aux.metrics, aux, batch)
         return TrainState(params, aux.state, slots, metrics), logs
 

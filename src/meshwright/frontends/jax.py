@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ModelError
+from ..layouts.params import ParamInfo
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
+from .asked import loss_slot_of, taking_loss
 from .extras import Extras, zeros
 from .kept_state import State, state_of
 from .trees import Tree
@@ -42,7 +44,8 @@ def jax_program(
     arguments that makes one; the function is traced, so that each array can be made directly in its
     layout. Where it is a pytree of ``jax.ShapeDtypeStruct``, the program is one to plan with. A
     pytree that can be called, such as an Equinox module, is parameters: its arrays; what else is in
-    it stays. ``optimizer`` is Optax' pair of functions ``init`` and ``update``. ``forward(params,
+    it stays. ``optimizer`` is Optax' pair of functions ``init`` and ``update``; an
+    update that computes with ``value=`` gets the mean loss of the step. ``forward(params,
     inputs)`` is only needed for prediction. ``state`` is a pytree, as ``params``, of what a model
     keeps beside its parameters and does not train, such as the batch statistics of Flax: the loss
     has an argument of this name then and returns ``(scalar, logs, new_state)``, and ``forward`` may
@@ -51,7 +54,7 @@ def jax_program(
     their keys joined by ``/``. Raises :class:`~meshwright.ModelError` for a loss with other
     arguments that have no default, and for two arrays of one path; a step raises it for a loss that
     returns something else, for parameters that are integers and for an optimizer that needs more
-    than gradients, slots and parameters.
+    than gradients, slots, parameters and the loss.
 
     >>> import optax
     >>> program = jax_program(lambda p, b: p["w"] * b, {"w": jnp.ones([])}, optax.adam(0.1))
@@ -120,8 +123,11 @@ def program_of(
     tree, slot_tree = tree_of(shapes), tree_of(slot_shapes)
     param_infos = tree.infos("parameter")
 
+    loss_slot = loss_slot_of(optimizer, shapes, slot_shapes)
     state_infos = (*(() if state is None else state.infos(param_infos)), *extras.state)
-    functions = _Functions(loss, make, optimizer, forward, tree, slot_tree, extras, state)
+    functions = _Functions(
+        loss, make, optimizer, forward, tree, slot_tree, extras, state, loss_slot
+    )
     return Program(
         name=name,
         params=param_infos,
@@ -134,6 +140,7 @@ def program_of(
         measure=functions.measure,
         update=functions.update,
         logs="of one batch",
+        loss_slot=loss_slot,
     )
 
 
@@ -149,6 +156,7 @@ class _Functions:
     slot_tree: Tree
     extras: Extras
     state: State | None = None
+    loss_slot: ParamInfo | None = None
 
     def initial(self) -> TrainState:
         values = self.make()
@@ -188,16 +196,18 @@ class _Functions:
 
     def update(self, values: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
         tree, slot_tree = self.tree, self.slot_tree
+        more = {} if self.loss_slot is None else taking_loss(slots, self.loss_slot)
         taken = tree.whole(grads), slot_tree.whole(slots), tree.whole(values)
         try:
-            changes, new = self.optimizer.update(*taken)
+            changes, new = self.optimizer.update(*taken, **more)
         except (AttributeError, TypeError, ValueError) as error:
             raise ModelError(
                 f"the update of the optimizer raised {type(error).__name__}: {error}\nIt gets "
-                "gradients, slots and parameters, each a tree of one structure. Optimizers that "
-                "need the loss as well (reduce_on_plateau, lbfgs, polyak_sgd), a gradient for each "
-                "row, or trees of another structure (lookahead) are not possible here: take "
-                "another one, or write the step by the functions of the Program."
+                "gradients, slots and parameters, each a tree of one structure, and the loss as "
+                "value=. Optimizers that evaluate the loss again (lbfgs and other line searches, "
+                "sophia), or need a gradient for each row (dpsgd) or trees of another structure "
+                "(lookahead), are not supported: take another one, or write the step by the "
+                "functions of the Program."
             ) from error
         moved = {path: _moved(values[path], by) for path, by in tree.named(changes).items()}
         return moved, {**slot_tree.named(new), **self.extras.after_step(slots)}

@@ -180,7 +180,7 @@ class Packing(Stacking):
             {path: pack.pieces for path, pack in packs.items()}
             for packs in (self.packs.params, self.packs.slots)
         )
-        shapes = tuple(map(shapes_of, (program.params, program.params, program.slots)))
+        shapes = tuple(map(shapes_of, (program.params, program.params, program.update_slots)))
         inputs, outputs = (of_params, of_params, of_slots), (of_params, of_slots)
         by_stage = ByStage(
             program.update, shapes, inputs, outputs, self.stages, self.axis, self.mesh

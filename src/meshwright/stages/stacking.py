@@ -232,7 +232,8 @@ class Stacking:
 
         def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
             values = {"params": params, "grads": grads, "slots": slots}
-            args = shapes_of(program.params), shapes_of(program.params), shapes_of(program.slots)
+            shapes = shapes_of(program.params)
+            args = shapes, shapes, shapes_of(program.update_slots)
             run = alike(program.update, ("params", "grads", "slots"), args, families)
             new, new_slots = run(values, (of_params, of_params, of_slots), (of_params, of_slots))
             return new, new_slots

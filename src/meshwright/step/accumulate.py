@@ -46,7 +46,8 @@ def accumulating_step(
         micro = _Micro(program, gradient, sharing)
         run = _WAYS[_way_override.get() or _way(micro, whole, batches)]
         state, grads, logs = run(micro, whole, batches)
-        params, slots = program.update(state.params, grads, state.slots)
+        slots = program.noting(state.slots, logs.get("loss"))
+        params, slots = program.update(state.params, grads, slots)
         return state._replace(params=params, slots=slots), logs
 
     return train_step

@@ -295,7 +295,8 @@ class Assembly:
 
         def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
             aux, grads, slots_of_sums = sharing.gradients(differentiate, whole, batch)
-            params, slots = program.update(whole.params, grads, whole.slots)
+            slots = program.noting(whole.slots, aux.loss)
+            params, slots = program.update(whole.params, grads, slots)
             metrics, logs = program.measure(aux.metrics, aux, batch)
             return TrainState(params, aux.state, {**slots, **slots_of_sums}, metrics), logs
 
@@ -391,7 +392,8 @@ def _by_stages(staged: Staged, program: Program, sharing: Sharing, differentiate
     def train_step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
         grads, state, metrics, logs = gradients(whole, batch)
         grads = sharing.summed(grads, whole.params)
-        params, slots = program.update(whole.params, grads, whole.slots)
+        slots = program.noting(whole.slots, logs.get("loss"))
+        params, slots = program.update(whole.params, grads, slots)
         return TrainState(params, state, slots, metrics), logs
 
     return train_step

@@ -139,7 +139,7 @@ def local_step(
             for batch in batches:
                 at = TrainState(params, state, slots, here.metrics)
                 aux, grads = differentiate(params, at, batch)
-                params, new = program.update(params, grads, slots)
+                params, new = program.update(params, grads, program.noting(slots, aux.loss))
                 slots, state = {**slots, **new}, aux.state
                 losses.append((aux.loss, aux.outputs))
             state = _moved(state, seeds, -index)

@@ -195,7 +195,7 @@ def _shorter(program: Program, twins: _Twins, run: Run, count: int) -> Program:
 
     def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
         args = all_of(program.params, params), all_of(program.params, grads)
-        args = *args, all_of(program.slots, slots)
+        args = *args, all_of(program.update_slots, slots)
         closed, tree = traced(program.update, *args)
         new_params, new_slots = jax.tree.unflatten(tree, closed.jaxpr.outvars)
         shorter = fewer(new_params), fewer(new_slots)

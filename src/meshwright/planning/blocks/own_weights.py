@@ -235,7 +235,7 @@ def _in_turns(program: Program, turns: Sequence[_Turn]) -> Callable[..., tuple[A
                 for of, to, infos in zip(
                     (params, grads, slots),
                     names,
-                    (program.params, program.params, program.slots),
+                    (program.params, program.params, program.update_slots),
                     strict=True,
                 )
             ]

@@ -1,0 +1,113 @@
+"""Optimizers of Optax that see more than one array, or the loss, under layouts that split these."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshwright as mw
+from meshwright.errors import ModelError
+
+X = np.random.default_rng(0).normal(size=[4, 16, 64]).astype("float32")
+SPLIT = {"first": [None, "model"], "blocks/.*": ["model", None]}
+ROWS: dict[str, tuple[dict[str, int], Any, dict[str, Any]]] = {
+    "split and shared out": ({"batch": 2, "model": 4}, SPLIT, {"zero": 3}),
+    "accumulated": ({"batch": 4, "model": 2}, SPLIT, {"zero": 2, "accumulate": 2}),
+    "in stages": ({"batch": 2, "stage": 2}, {}, {"pipeline": mw.Pipeline("stage", 8)}),
+}
+contrib = optax.contrib
+READ_THE_LOSS: dict[str, Any] = {
+    "plateau": optax.chain(optax.sgd(0.5), contrib.reduce_on_plateau(patience=0, rtol=0.5)),
+    "momo": contrib.momo_adam(0.01),
+    "polyak": optax.MultiSteps(optax.polyak_sgd(0.5), 2),
+}
+SEE_WHOLE_ARRAYS: dict[str, Any] = {
+    "adafactor": optax.adafactor(0.01, min_dim_size_to_factor=32),
+    "lamb": optax.lamb(0.01),
+    "muon": contrib.muon(0.01),
+    "prodigy": contrib.prodigy(),
+    "galore": contrib.galore(0.01, rank=8),
+}
+
+
+def loss(params: Any, x: Any) -> Any:
+    hidden = jnp.tanh(x @ params["first"])
+    for block in params["blocks"]:
+        hidden = hidden + jnp.tanh(hidden @ block)
+    return jnp.mean((hidden - 1) ** 2)
+
+
+def parameters() -> Any:
+    keys = jax.random.split(jax.random.key(0), 5)
+    first, *blocks = (jax.random.normal(key, [64, 64]) / 16 for key in keys)
+    return {"first": first, "blocks": blocks}
+
+
+def alone(optimizer: Any) -> tuple[Any, list[float]]:
+    """Parameters and losses by Optax itself, on one device."""
+    params = parameters()
+    state, losses = optimizer.init(params), []
+    for x in X:
+        value, grads = jax.value_and_grad(loss)(params, x)
+        changes, state = optimizer.update(grads, state, params, value=value)
+        params = optax.apply_updates(params, changes)
+        losses.append(float(value))
+    return params, losses
+
+
+def check(optimizer: Any, row: str) -> None:
+    axes, layouts, options = ROWS[row]
+    zero, accumulate = options.get("zero", 0), options.get("accumulate", 1)
+    how = mw.StepOptions(accumulate=accumulate, pipeline=options.get("pipeline"))
+    mesh = mw.create_mesh(axes, devices=jax.devices()[: math.prod(axes.values())])
+    placement = mw.Placement.of(mesh, layouts, zero=zero)
+    program = mw.jax_program(loss, parameters(), optimizer, batch=X[0])
+    trainer = mw.Trainer(program, placement, how)
+    state, losses = trainer.init(), []
+    for x in X:
+        state, logs = trainer.step(state, x if accumulate == 1 else (x[:8], x[8:]))
+        losses.append(float(logs["loss"]))
+    params, expected = alone(optimizer)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    found = trainer.unpadded(state).params
+    for path, value in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("name", "row"), list(zip(READ_THE_LOSS, ROWS, strict=True)))
+def test_an_optimizer_that_reads_the_loss_gets_that_of_the_whole_batch(name: str, row: str) -> None:
+    check(READ_THE_LOSS[name], row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SEE_WHOLE_ARRAYS)
+@pytest.mark.parametrize("row", ["split and shared out", "in stages"])
+def test_an_optimizer_that_sees_whole_arrays_is_optax(name: str, row: str) -> None:
+    check(SEE_WHOLE_ARRAYS[name], row)
+
+
+def test_a_step_of_ones_own_that_forgets_the_loss_is_told_so() -> None:
+    program = mw.jax_program(loss, parameters(), READ_THE_LOSS["plateau"])
+    first = program.initial()
+    with pytest.raises(ModelError, match=r"program\.noting\(slots, loss\)"):
+        program.update(first.params, first.params, first.slots)
+    new, slots = program.update(first.params, first.params, program.noting(first.slots, 0.5))
+    assert new.keys() == first.params.keys()
+    assert slots.keys() == first.slots.keys()
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optax.lbfgs(), contrib.sophia(0.01)], ids=["lbfgs", "sophia"]
+)
+def test_an_optimizer_that_takes_the_loss_again_is_refused(optimizer: Any) -> None:
+    program = mw.jax_program(loss, parameters(), optimizer)
+    first = program.initial()
+    with pytest.raises(ModelError, match="evaluate the loss again"):
+        program.update(first.params, first.params, first.slots)
