@@ -111,3 +111,26 @@ def test_an_optimizer_that_takes_the_loss_again_is_refused(optimizer: Any) -> No
     first = program.initial()
     with pytest.raises(ModelError, match="evaluate the loss again"):
         program.update(first.params, first.params, first.slots)
+
+
+def slots_by_path(params: Any, optimizer: Any) -> dict[str, tuple[str, str]]:
+    """How each slot that is not a scalar lies under ZeRO, and why."""
+    program = mw.jax_program(lambda params, x: 0.0, params, optimizer)
+    axes = {"batch": 4, "model": 2}
+    placement = mw.Placement.of(mw.Mesh(axes), {".*": [None, "model"]}, zero=1)
+    placed = [e for e in placement.place(program.infos) if e.info.role == "slot" and e.info.dims]
+    return {e.info.path: (str(e.layout.unbound()), e.reason) for e in placed}
+
+
+def test_slots_of_no_one_parameter_are_shared_out_too() -> None:
+    params = {"a": jax.ShapeDtypeStruct((64, 128), "float32"), "b": jnp.zeros([64, 64])}
+    of_all = "[batch]", "slot of several parameters, or of a part of one, zero=1"
+    found = slots_by_path(params, optax.flatten(optax.adam(0.1)))
+    assert found == {"0/mu": of_all, "0/nu": of_all}
+    small = slots_by_path(params, optax.adafactor(0.1, min_dim_size_to_factor=64))
+    assert small["0/v_row/a"] == ("[unsharded]", "slot: replicated")
+
+
+def test_slots_of_a_lone_array_lie_as_it_does() -> None:
+    found = slots_by_path(jax.ShapeDtypeStruct((64, 128), "float32"), optax.adam(0.1))
+    assert found["0/mu"] == ("[batch, model]", "slot of params, zero=1")

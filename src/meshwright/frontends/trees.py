@@ -98,6 +98,9 @@ def _refuse_clash(paths: list[str], keys: list[str]) -> None:
 
 
 def _owner(path: str, dims: tuple[int, ...], owners: tuple[ParamInfo, ...]) -> str | None:
-    """The parameter whose tree this slot repeats: its path ends with the parameter's."""
+    """The parameter whose tree this slot repeats: its path ends with the parameter's, unless there
+    is one alone, which may be no tree."""
+    if len(owners) == 1 and dims:
+        return owners[0].path if owners[0].dims == dims else None
     fitting = [o.path for o in owners if f"/{path}".endswith(f"/{o.path}") and o.dims == dims]
     return max(fitting, key=len, default=None)

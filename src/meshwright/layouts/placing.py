@@ -123,7 +123,12 @@ class _Variables:
         elif info.names is not None and self.rules is not None:
             slot = self._by_names(info, info.names)  # a part of its parameter, such as its rows
         else:
-            return Placed(info, Layout.replicated(self.mesh, len(info.dims)), "slot: replicated")
+            replicated = Layout.replicated(self.mesh, len(info.dims))
+            slot = Placed(info, replicated, "slot of several parameters, or of a part of one")
+            shared = self.shared_out(slot) if self._placement.zero else slot
+            return (
+                shared if shared.layout != replicated else slot._replace(reason="slot: replicated")
+            )
         return self.shared_out(slot) if self._placement.zero else slot
 
     def shared_out(self, placed: Placed) -> Placed:
