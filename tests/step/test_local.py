@@ -66,6 +66,19 @@ def test_replicas_take_their_own_steps_and_are_averaged() -> None:
     assert float(logs["loss"]) > 0
 
 
+def test_counts_that_differ_between_replicas_are_one_number_afterwards() -> None:
+    """One replica leaves its steps out, for its rows are not finite."""
+    program = mw.jax_program(loss, PARAMS, optax.apply_if_finite(optax.adam(0.1), 5))
+    placement = mw.Placement.of(mw.create_mesh({"batch": REPLICAS}, jax.devices()[:REPLICAS]))
+    trainer = mw.Trainer(program, placement, mw.StepOptions(local=mw.LocalSGD(1)))
+    x, y = BATCHES[0]
+    x = np.where(np.arange(16)[:, None] == 0, np.nan, x)
+    state, _ = trainer.step(trainer.init(), (x, y))
+    for name, least in {"inner_state/0/count": 1, "total_notfinite": 1, "last_finite": 1}.items():
+        of_devices = [int(shard.data) for shard in state.slots[name].addressable_shards]
+        assert of_devices == [least] * REPLICAS, name
+
+
 def test_diloco_steps_from_where_they_began_along_their_mean_move() -> None:
     def run(params: Any) -> Any:
         return mean([alone(params, [piece(b, r) for b in [BATCHES[0]]]) for r in range(REPLICAS)])

@@ -230,7 +230,10 @@ def _on_replicas(replica: Callable[..., Any], placement: Placement) -> Callable[
 
 
 def _mean(tree: Any, placement: Placement) -> Any:
-    """The mean of floating-point arrays over replicas; whole numbers are the same in all."""
+    """The mean of floating-point arrays over replicas, and the largest of whole numbers.
+
+    These are mostly the same in all; but an optimizer may count the steps that it has left out.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -240,6 +243,10 @@ def _mean(tree: Any, placement: Placement) -> Any:
     sums = sum_within([leaves[i] for i in floats], mesh, axes, PLAIN_SUM)
     for i, total in zip(floats, sums, strict=True):
         leaves[i] = total / placement.batch_shards
+    for i in {*range(len(leaves))} - {*floats} if axes else ():
+        leaf = leaves[i]
+        number = leaf.astype("int32") if leaf.dtype == bool else leaf
+        leaves[i] = jax.lax.pmax(number, axes).astype(leaf.dtype)
     return jax.tree.unflatten(structure, leaves)
 
 
