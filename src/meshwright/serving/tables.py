@@ -74,19 +74,18 @@ class TableInputs:
         """
         import jax
 
-        from .. import _compat
-        from ..ps.training.gradients import no_rows, origin
+        from ..ps.training.gradients import no_rows, origin, program_of_ids
 
         tables = {table.name: table for table in lookups.tables}
         assert program.predict is not None
         predict, names = program.predict, list[str]()
 
-        def ids(arrays: list[Any], params: Any, state: Any) -> list[Any]:
+        def ids(arrays: list[Any], params: Any, state: Any, unknown: Any = 0.0) -> list[Any]:
             looked_up: list[tuple[str, Any]] = []
 
             def take(name: str, ids: Any) -> Any:
                 looked_up.append((name, ids))
-                return no_rows(lookups.tables, name, ids)
+                return no_rows(lookups.tables, name, ids, unknown)
 
             with lookups.taking(take):
                 predict(params, state, (jax.tree.unflatten(tree, arrays),))
@@ -104,12 +103,13 @@ class TableInputs:
             return ids(arrays, zeros(program.params), zeros(program.state))
 
         params, state = shapes_of(program.params), shapes_of(program.state)
-        jaxpr = _compat.without_dead_code(jax.make_jaxpr(ids)(list(inputs), params, state))
-        read = {id(var) for eqn in jaxpr.eqns for var in eqn.invars}
-        if any(id(var) in read for var in jaxpr.invars[len(inputs) :]):
+        unknown = jax.ShapeDtypeStruct((), "float32")
+        jaxpr, reads_more = program_of_ids(ids, inputs, params, state, unknown)
+        if reads_more:
             raise ModelError(
-                f"model {program.name!r} looks up ids that it computes from its own weights, so "
-                "they are unknown before a batch is computed, which is not supported."
+                f"model {program.name!r} looks up ids that it computes from its own weights or "
+                "from looked-up rows, so they are unknown before a batch is computed, which is not "
+                "supported."
             )
         leaves = {id(var): number for number, var in enumerate(jaxpr.invars[: len(inputs)])}
         places = [leaves.get(id(origin(jaxpr, var))) for var in jaxpr.outvars]

@@ -136,21 +136,61 @@ def test_tables_that_are_read_whole_do_not_travel_by_rows():
         exported(model, (x, y), ["unknown"])
 
 
-def test_ids_that_a_model_computes_from_its_weights_are_refused():
-    class Argmax(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.scores = keras.layers.Dense(5)
-            self.table = keras.layers.Embedding(5, 2, name="table")
+class Chooses(keras.Model):
+    """Looks up a table by ids that depend on ``scores``, which is called with the inputs."""
 
-        def call(self, x):
-            return self.table(keras.ops.argmax(self.scores(x), axis=-1))
+    def __init__(self, scores):
+        super().__init__()
+        self.scores = scores
+        self.table = keras.layers.Embedding(5, 2, name="table")
+        self.table.build(None)
 
-    model = Argmax()
+    def call(self, x):
+        return self.table(keras.ops.argmax(self.scores(x), axis=-1))
+
+
+class OfWholeTable(Chooses):
+    """The ids depend on the table, which nothing else reads."""
+
+    def call(self, x):
+        return self.table(keras.ops.argmax(x @ self.table.embeddings, axis=-1))
+
+
+class InLoop(Chooses):
+    """The ids are made inside of a loop."""
+
+    def call(self, x):
+        def one(total, row):
+            return total + self.table(keras.ops.argmax(row, axis=-1)), None
+
+        return keras.ops.scan(one, keras.ops.zeros([2]), x)[0]
+
+
+COMPUTED = "looks up ids that it computes from its own weights.*: in 'table/embeddings'"
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "message"),
+    [
+        (lambda: Chooses(keras.layers.Dense(5)), "float32", COMPUTED),
+        (
+            lambda: Chooses(
+                keras.Sequential([keras.layers.Embedding(5, 4), keras.layers.Flatten()])
+            ),
+            "int32",
+            COMPUTED,
+        ),
+        (lambda: OfWholeTable(None), "float32", COMPUTED),
+        (lambda: InLoop(None), "float32", "looks up ids that it makes inside of a loop"),
+    ],
+    ids=["weights", "rows", "whole table", "in a loop"],
+)
+def test_ids_that_are_unknown_before_a_step_are_refused(make, inputs, message):
+    model = make()
     model.compile("sgd", "mse")
-    batch = np.zeros([4, 3], "float32"), np.zeros([4, 2], "float32")
-    with pytest.raises(mw.ModelError, match="looks up ids that it computes from its own weights"):
-        exported(model, batch, ["table"])
+    batch = np.zeros([4, 5], inputs), np.zeros([4, 2], "float32")
+    with pytest.raises(mw.ModelError, match=message):
+        exported(model, batch, 1)
 
 
 def test_ids_that_a_model_computes_from_its_batch_are_looked_up():

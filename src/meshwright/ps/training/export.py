@@ -18,7 +18,7 @@ from ...errors import ModelError
 from ...program import Batch, Program, shapes_of
 from ...step.platform import export_platform, tracing_for
 from .exported import Code, Exported
-from .gradients import Clip, Parts, StepFunctions
+from .gradients import Clip, Parts, StepFunctions, program_of_ids
 from .signature import Signature
 from .tables import Lookups, NoLookups
 
@@ -211,18 +211,23 @@ class _Exporter:
         leaves, tree = jax.tree.flatten(batch)
         functions, tables = self._functions, self._tables
 
-        def ids(batch: list[Any], params: Any, state: Any) -> Any:
-            return functions.ids(params, state, jax.tree.unflatten(tree, batch))
+        def ids(batch: list[Any], params: Any, state: Any, tables: Any, unknown: Any) -> Any:
+            whole = jax.tree.unflatten(tree, batch)
+            return functions.ids(params, state, whole, tables, unknown)
 
-        args = jax.tree.leaves((leaves, self.params, self.state))
-        places = jax_export.export(jax.jit(ids), platforms=self._platforms)(
-            leaves, self.params, self.state
-        ).module_kept_var_idx
-        if beyond := [at for at in places if at >= len(leaves)]:
+        others = (self.params, self.state, tables, jax.ShapeDtypeStruct((), jnp.float32))
+        if program_of_ids(ids, leaves, *others)[1]:
+            names = functions.lookup_tables(self.params, self.state, batch)
+            computed = {
+                name
+                for at, name in enumerate(names)
+                if program_of_ids(lambda *args, at=at: [ids(*args)[at]], leaves, *others)[1]
+            }
             raise ModelError(
-                f"model {self._name!r} looks up ids that it computes from its own weights "
-                f"({len(beyond)} of {len(args) - len(leaves)} arrays), so they are unknown before "
-                "a step. Train these tables densely: leave their layers out of Tables(embeddings=)."
+                f"model {self._name!r} looks up ids that it computes from its own weights, from "
+                "looked-up rows or from random numbers, so they are unknown before a step: in "
+                f"{', '.join(map(repr, sorted(computed)))}. Train these tables densely: leave "
+                "their layers out of Tables(embeddings=). Random ids may be made in the dataset."
             )
         if used := _read_otherwise(functions, self.params, self.state, tables, leaves, tree):
             raise ModelError(

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ... import _compat
 from ...errors import ArrayError, ModelError
 from ...program import Arrays, Aux, Batch, Program, TrainState, shapes_of
 from ...step.gradient import Gradient, gradient
@@ -216,10 +217,22 @@ class StepFunctions:
             loss,
         )
 
-    def ids(self, values: Arrays, state: Arrays, batch: Batch) -> list[Any]:
-        """The ids of every lookup, in order."""
+    def ids(
+        self,
+        values: Arrays,
+        state: Arrays,
+        batch: Batch,
+        tables: Arrays | None = None,
+        unknown: Any = 0.0,
+    ) -> list[Any]:
+        """The ids of every lookup, in order.
+
+        ``tables``, if given, are the model's own, whole, and ``unknown`` stands for whatever rows
+        hold: neither is there before the ids are known, and ids that depend on them show so.
+        """
         looked_up: list[tuple[str, Any]] = []
-        self.loss_reading(_hollow(self.parts.tables), values, state, batch, looked_up)
+        tables = _hollow(self.parts.tables) if tables is None else tables
+        self.loss_reading(tables, values, state, batch, looked_up, unknown)
         return [ids for _, ids in looked_up]
 
     def lookup_tables(self, values: Arrays, state: Arrays, batch: Batch) -> list[str]:
@@ -240,6 +253,7 @@ class StepFunctions:
         state: Arrays,
         batch: Batch,
         looked_up: list[tuple[str, Any]] | None = None,
+        unknown: Any = 0.0,
     ) -> Any:
         """The loss with tables given whole beside caught lookups: who reads them shows here.
 
@@ -249,7 +263,7 @@ class StepFunctions:
         def take(name: str, ids: Any) -> Taken:
             if looked_up is not None:
                 looked_up.append((name, ids))
-            return no_rows(self.parts.tables, name, ids)
+            return no_rows(self.parts.tables, name, ids, unknown)
 
         with self.lookups.taking(take):
             return self.program.loss({**values, **tables}, self._whole(state), batch, True)[0]
@@ -300,10 +314,31 @@ def _with_rows(program: Program, parts: Parts, lookups: Lookups, positions: list
     return replace(program, loss=loss)
 
 
-def no_rows(tables: Sequence[Table], name: str, ids: Any) -> Taken:
-    """What stands for a lookup where only shapes or ids matter."""
+def no_rows(tables: Sequence[Table], name: str, ids: Any, unknown: Any = 0.0) -> Taken:
+    """What stands for a lookup where only shapes or ids matter; all of it is ``unknown``."""
     table = next(table for table in tables if table.name == name)
-    return Taken(jnp.zeros((*ids.shape, table.dim), table.dtype), jnp.ones(ids.shape, bool))
+    rows = jnp.full((*ids.shape, table.dim), unknown, table.dtype)
+    return Taken(rows, jnp.full(ids.shape, unknown == 0.0, bool))
+
+
+def program_of_ids(
+    ids: Callable[..., list[Any]], inputs: Sequence[Any], *others: Any
+) -> tuple[Any, bool]:
+    """What computes the ids of lookups, as a jaxpr, and whether it reads more than ``inputs``.
+
+    Raises :class:`~meshwright.ModelError` for ids that are made inside of a transformation.
+    """
+    whole = jax.make_jaxpr(ids)(list(inputs), *others)
+    if any(isinstance(const, jax.core.Tracer) for const in whole.consts):
+        raise ModelError(
+            "the model looks up ids that it makes inside of a loop, a branch, a vectorized map or "
+            "a checkpoint (keras.ops.scan, cond, vectorized_map, jax.checkpoint), so they are "
+            "unknown before a step. Look them up outside of it, or train the table densely: leave "
+            "its layer out of Tables(embeddings=)."
+        )
+    jaxpr = _compat.without_dead_code(whole)
+    read = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | set(map(id, jaxpr.outvars))
+    return jaxpr, any(id(var) in read for var in jaxpr.invars[len(inputs) :])
 
 
 def _hollow(tables: tuple[Table, ...]) -> Arrays:
