@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
 
@@ -24,7 +25,8 @@ def one_process(gradients: list[np.ndarray]) -> np.ndarray:
     return w
 
 
-def test_gradients_go_through_the_servers_optimizer():
+@pytest.mark.parametrize("optimizer", [SGD, keras.optimizers.SGD(0.1, 0.9)], ids=["dict", "keras"])
+def test_gradients_go_through_the_servers_optimizer(optimizer):
     lots = np.random.default_rng(0)
     gradients = [lots.normal(size=(5, 2)).astype("float32") for _ in range(4)]
     with ParameterServer(partitioner=FixedShardsPartitioner(2)) as strategy:
@@ -32,12 +34,14 @@ def test_gradients_go_through_the_servers_optimizer():
         w = strategy.variable(np.zeros((5, 2), "float32"))
 
         def step(gradient):
-            strategy.apply_gradients(SGD, [(gradient, w)])
+            strategy.apply_gradients(optimizer, [(gradient, w)])
 
         for gradient in gradients:
             coordinator.schedule(step, args=(gradient,))
         coordinator.join(WAIT_S)
         np.testing.assert_allclose(w.read(), one_process(gradients), rtol=1e-6)
+        ids = np.array([[3, 0], [1, 3]])
+        np.testing.assert_array_equal(w.lookup(ids), w.read()[ids])
 
 
 def test_a_gradient_by_rows_changes_only_these_rows():

@@ -101,8 +101,14 @@ def name_of(function: Any) -> str:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether a value is an iterator, whose elements the coordinator hands out one by one."""
-    return isinstance(value, Iterator)
+    """Whether a value is an iterator, whose elements the coordinator hands out one by one.
+
+    Bytes and text in memory are values: Keras pickles its models and optimizers as such.
+
+    >>> is_iterator(iter([1, 2])), is_iterator(io.BytesIO(b"lines"))
+    (True, False)
+    """
+    return isinstance(value, Iterator) and not isinstance(value, io.BytesIO | io.StringIO)
 
 
 def _is_plain(value: Any) -> bool:

@@ -69,9 +69,14 @@ class Variable:
     def lookup(self, rows: Any) -> np.ndarray:
         """Some rows, in the order asked for; only they travel.
 
-        Raises :class:`~meshwright.errors.ArrayError` for an unknown row.
+        ``rows`` may have any dims, as ids of an embedding have: the result has the shape
+        ``(*rows.shape, *row)``. Raises :class:`~meshwright.errors.ArrayError` for an unknown row.
         """
-        rows = np.asarray(rows)
+        ids = np.asarray(rows)
+        values = self._rows(ids.reshape(-1))
+        return values.reshape(*ids.shape, *values.shape[1:])
+
+    def _rows(self, rows: np.ndarray) -> np.ndarray:
         context = self._context()
         if context is None:
             return self._outside(lambda servers: servers.lookup(self.spec, rows))

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ... import _compat
 from ...errors import ArrayError, ModelError
@@ -329,7 +330,7 @@ def program_of_ids(
     Raises :class:`~meshwright.ModelError` for ids that are made inside of a transformation.
     """
     whole = jax.make_jaxpr(ids)(list(inputs), *others)
-    if any(isinstance(const, jax.core.Tracer) for const in whole.consts):
+    if any(isinstance(const, Tracer) for const in whole.consts):
         raise ModelError(
             "the model looks up ids that it makes inside of a loop, a branch, a vectorized map or "
             "a checkpoint (keras.ops.scan, cond, vectorized_map, jax.checkpoint), so they are "
