@@ -140,6 +140,27 @@ def test_layers_of_one_table_must_describe_it_alike():
         KerasLookups(model, KerasVariables.of(model), None)
 
 
+def test_rows_of_a_frozen_table_stay_and_count_in_no_norm():
+    x, y = ratings()
+    layer = Embedding("item_table", 4, 10, trainable=False)
+    optimizer = {"learning_rate": 0.5, "global_clipnorm": 0.01}
+    model, plain = (recommender(keras.optimizers.SGD(**optimizer), of) for of in (layer, None))
+    with ParameterServer() as strategy:
+        strategy.predict(model, x)
+        table = table_of(strategy, model, "item_table")
+        before = table.read()
+        plain.get_layer("item_table").embeddings.assign(before)
+        plain.get_layer("item_table").trainable = False
+        plain.compile(keras.optimizers.SGD(**optimizer), plain.loss)
+        for one, other in zip(model.trainable_variables, plain.trainable_variables, strict=True):
+            other.assign(np.array(one))
+        strategy.fit(model, x, y, **HOW)
+        plain.fit(x, y, **HOW)
+        np.testing.assert_array_equal(table.read(), before)
+    for one, other in zip(model.trainable_variables, plain.trainable_variables, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
 # Optimizers of tables
 
 

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +164,8 @@ class InLoop(Chooses):
         def one(total, row):
             return total + self.table(keras.ops.argmax(row, axis=-1)), None
 
-        return keras.ops.scan(one, keras.ops.zeros([2]), x)[0]
+        scanned: Any = keras.ops.scan(one, keras.ops.zeros([2]), x)
+        return scanned[0]
 
 
 COMPUTED = "looks up ids that it computes from its own weights.*: in 'table/embeddings'"

@@ -26,7 +26,7 @@ _taking: ContextVar[Take | None] = ContextVar("taking", default=None)
 Combiner = Literal["sum", "mean", "sqrtn"]
 COMBINERS: tuple[str, ...] = get_args(Combiner)
 # What layers of one table must agree on.
-_OF_TABLE = ("dim", "size", "initializer", "seed", "padding_id", "optimizer")
+_OF_TABLE = ("dim", "size", "initializer", "seed", "padding_id", "optimizer", "trainable")
 
 
 def _hollow(name: str, ids: Any) -> Taken:
@@ -49,7 +49,7 @@ class Embedding(keras.layers.Layer):
     ``"sqrtn"``, and a second input may weigh them. Padding does not count, and where there is
     nothing else the result is 0, as in TensorFlow's ``safe_embedding_lookup_sparse``.
     ``optimizer`` is one of Keras' for this table alone; else it is trained by the model's, or by
-    ``Tables(optimizer=)`` of ``fit``.
+    ``Tables(optimizer=)`` of ``fit``. With ``trainable=False`` its rows are read and stay.
 
     A model with this layer trains, evaluates and predicts through :class:`ParameterServer`;
     ``strategy.export(model)`` makes a plain Keras model of it. ``model.summary()`` lists the layer
@@ -108,7 +108,13 @@ class Embedding(keras.layers.Layer):
         """What a step knows of the table."""
         rows = None if self.size == "hash" else int(self.size)
         return Table(
-            self.name, rows, self.dim, "float32", in_model=False, padding_id=self.padding_id
+            self.name,
+            rows,
+            self.dim,
+            "float32",
+            in_model=False,
+            padding_id=self.padding_id,
+            trains=_trains(self),
         )
 
     def call(self, inputs: Any, weights: Any = None) -> Any:

@@ -298,11 +298,14 @@ def _with_rows(program: Program, parts: Parts, lookups: Lookups, positions: list
     def loss(values: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
         waiting = iter(positions)
         pads = {table.name for table in parts.tables if table.padding_id is not None}
+        fixed = {table.name for table in parts.tables if not table.trains}
 
         def take(name: str, ids: Any) -> Taken:
             del ids  # the positions say the same of the rows that are there
             at = next(waiting)
             rows = jnp.take(values[ROWS + name], at, axis=0, mode="clip")
+            if name in fixed:  # their gradients count in no norm, either
+                rows = jax.lax.stop_gradient(rows)
             present = at >= 0
             if name in pads:
                 rows = jnp.where(present[..., None], rows, 0)

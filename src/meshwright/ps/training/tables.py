@@ -34,6 +34,7 @@ class Table:
     dtype: str = "float32"
     in_model: bool = True  # a parameter of the model by this path; else it is on the servers alone
     padding_id: int | None = None
+    trains: bool = True  # else its rows are read, and neither changed nor made
 
 
 Note = Callable[[str, int, Any], None]  # (name of the table, its number of rows, ids)

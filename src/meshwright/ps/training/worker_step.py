@@ -131,6 +131,7 @@ class Engine:
         self.key = step.key
         self._specs, self._compression = step.specs, step.compression
         self._compiled, self._ids = compiled, step.exported.parts.ids
+        self._fixed = {table.name for table in step.exported.parts.tables if not table.trains}
         self._slots: Any = dict(step.slots)
         self._fresh = step.fresh
         self._seeds: Any = {path: spread(seed, index) for path, seed in step.seeds.items()}
@@ -228,7 +229,9 @@ class Engine:
         """Those of a step; ``make`` the rows of keys that a hash table does not have yet."""
         rows = {
             name: padded_rows(
-                context.servers.lookup(self._specs.tables[name], ids, make=make),
+                context.servers.lookup(
+                    self._specs.tables[name], ids, make=make and name not in self._fixed
+                ),
                 looked.num_rows[name],
             )
             for name, ids in looked.unique.items()
@@ -260,6 +263,8 @@ class Engine:
     ) -> Iterator[Update]:
         options = context.settings.get("gradient_options", {})
         for name, ids in looked.unique.items():
+            if name in self._fixed:
+                continue
             values = np.asarray(grads[name])[: len(ids)]
             yield Update(self._specs.tables[name], "rows_gradient", (ids, values), options)
 
