@@ -101,15 +101,16 @@ class Program:
     ``measure(metrics, aux, batch)`` gives new metrics and logs. ``update(params, grads, slots)`` is
     the optimizer's step; where it computes with the loss, :meth:`noting` puts that among the slots,
     as ``loss_slot`` describes it. ``initial()`` gives the values to begin with. ``own_step`` is a
-    whole training step ``(whole, batch) -> (whole, logs)`` where the model brings its own,
-    ``own_test_step`` one of evaluation; ``predict(params, state, batch)`` gives outputs where that
-    takes more than ``forward``. ``reduction`` says whether the loss is a mean over the rows of the
-    batch or a sum; ``logs`` says whether those of ``measure`` are of one batch, means over its
-    rows, or of all batches that its metrics have counted. ``label`` says which input or target each
-    array of a batch is. A program over named dims has the names of its batches' dims in ``inputs``,
-    by position, and its ``context(placement, whole)`` lays out by the placement's rules what is
-    traced inside; ``whole`` is true of a step, which meets every dim. ``example`` is a batch, or
-    its shapes, by which a pipeline cuts the model into stages.
+    whole training step ``(whole, batch) -> (whole, logs)`` where the model brings its own, or its
+    optimizer, which ``step_of`` says; ``own_test_step`` is one of evaluation;
+    ``predict(params, state, batch)`` gives outputs where that takes more than ``forward``.
+    ``reduction`` says whether the loss is a mean over the rows of the batch or a sum; ``logs`` says
+    whether those of ``measure`` are of one batch, means over its rows, or of all batches that its
+    metrics have counted. ``label`` says which input or target each array of a batch is. A program
+    over named dims has the names of its batches' dims in ``inputs``, by position, and its
+    ``context(placement, whole)`` lays out by the placement's rules what is traced inside; ``whole``
+    is true of a step, which meets every dim. ``example`` is a batch, or its shapes, by which a
+    pipeline cuts the model into stages.
 
     >>> import jax.numpy as jnp, numpy as np, optax, meshwright as mw
     >>> params = {"w": np.zeros([4, 2], "float32")}
@@ -129,6 +130,7 @@ class Program:
     measure: Callable[[Arrays, Aux, Batch], tuple[Arrays, Logs]]
     update: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
     own_step: Step | None = None
+    step_of: Literal["model", "optimizer"] = "model"
     own_test_step: Step | None = None
     predict: Callable[[Arrays, Arrays, Batch], Any] | None = None
     reduction: Literal["mean", "sum"] = "mean"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -26,6 +27,11 @@ READ_THE_LOSS: dict[str, Any] = {
     "plateau": optax.chain(optax.sgd(0.5), contrib.reduce_on_plateau(patience=0, rtol=0.5)),
     "momo": contrib.momo_adam(0.01),
     "polyak": optax.MultiSteps(optax.polyak_sgd(0.5), 2),
+}
+EVALUATE_AGAIN: dict[str, Any] = {
+    "line search": optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+    "lbfgs": optax.lbfgs(),
+    "sophia": contrib.sophia(0.01),
 }
 SEE_WHOLE_ARRAYS: dict[str, Any] = {
     "adafactor": optax.adafactor(0.01, min_dim_size_to_factor=32),
@@ -55,7 +61,13 @@ def alone(optimizer: Any) -> tuple[Any, list[float]]:
     state, losses = optimizer.init(params), []
     for x in X:
         value, grads = jax.value_and_grad(loss)(params, x)
-        changes, state = optimizer.update(grads, state, params, value=value)
+        again = functools.partial(lambda x, params: loss(params, x), x)
+        more: dict[str, Any] = {"value": value}
+        if optimizer in (EVALUATE_AGAIN["line search"], EVALUATE_AGAIN["lbfgs"]):
+            more |= {"grad": grads, "value_fn": again}
+        if optimizer is EVALUATE_AGAIN["sophia"]:
+            more = {"obj_fn": again}
+        changes, state = optimizer.update(grads, state, params, **more)
         params = optax.apply_updates(params, changes)
         losses.append(float(value))
     return params, losses
@@ -104,12 +116,25 @@ def test_a_step_of_ones_own_that_forgets_the_loss_is_told_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [optax.lbfgs(), contrib.sophia(0.01)], ids=["lbfgs", "sophia"]
+    "name", ["line search", *(pytest.param(n, marks=pytest.mark.full) for n in ("lbfgs", "sophia"))]
 )
-def test_an_optimizer_that_takes_the_loss_again_is_refused(optimizer: Any) -> None:
-    program = mw.jax_program(loss, parameters(), optimizer)
+def test_an_optimizer_may_evaluate_the_loss_again(name: str) -> None:
+    check(EVALUATE_AGAIN[name], "split and shared out")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [("accumulated", "accumulate=2 is not supported with"), ("in stages", "cannot take the steps")],
+)
+def test_steps_in_parts_are_refused_where_the_loss_is_evaluated_again(row: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"{words}.* an optimizer that evaluates the loss again"):
+        check(EVALUATE_AGAIN["line search"], row)
+
+
+def test_an_update_that_lacks_the_loss_says_where_it_gets_it() -> None:
+    program = mw.jax_program(loss, parameters(), EVALUATE_AGAIN["line search"])
     first = program.initial()
-    with pytest.raises(ModelError, match="evaluate the loss again"):
+    with pytest.raises(ModelError, match=r"call trainer\.step or program\.own_step"):
         program.update(first.params, first.params, first.slots)
 
 

@@ -1,64 +1,93 @@
-"""What the update of an optimizer asks for beside gradients, slots and parameters: the loss.
+"""What the update of an optimizer asks for beside gradients, slots and parameters.
 
 Transformations of Optax take extra arguments by name, and chains of them take any. So the signature
-does not say whether one of them reads ``value``. Its functions are searched for the word, which is
-cheap, and only where it is there is the update traced, which says it for certain.
+does not say whether one of them reads the loss. Its functions are searched for the words, which is
+cheap, and only where one is there is the update traced, which says it for certain.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from ..errors import ModelError
 from ..layouts.params import ParamInfo
 from ..program import Arrays
 
+Asks = Literal["nothing", "value", "value_fn", "obj_fn"]  # as Optax calls them
+
 LOSS = "step/loss"  # where an update finds the mean loss of its step among its slots
-_VALUE = "value"  # what Optax calls it
 
 
-def loss_slot_of(optimizer: Any, params: Any, slots: Any) -> ParamInfo | None:
-    """How the update of an optimizer finds the loss, if it computes with it.
+def asks_for(optimizer: Any, params: Any, slots: Any) -> Asks:
+    """What the update of an optimizer asks for; the trees are of shapes.
 
-    The trees are of shapes. The loss has the type of the parameters, or float32 where that is
-    wider.
+    The loss, or the loss as a function of the parameters: line searches call that ``value_fn``,
+    and estimates of second derivatives ``obj_fn``.
 
     >>> import optax
-    >>> shapes = jax.ShapeDtypeStruct([2], "float32")
-    >>> plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
-    >>> loss_slot_of(plateau, shapes, jax.eval_shape(plateau.init, shapes)).path
-    'step/loss'
-    >>> loss_slot_of(optax.sgd(0.1), shapes, jax.eval_shape(optax.sgd(0.1).init, shapes))
+    >>> def of(optimizer):
+    ...     shapes = jax.ShapeDtypeStruct([2], "float32")
+    ...     return asks_for(optimizer, shapes, jax.eval_shape(optimizer.init, shapes))
+    >>> of(optax.sgd(0.1)), of(optax.polyak_sgd()), of(optax.lbfgs())
+    ('nothing', 'value', 'value_fn')
     """
-    if not _reads_loss(optimizer, params, slots):
+    functions = _functions(optimizer.update)
+    words = {word for function in functions for word in _words(function.__code__)}
+    if not words & {*get_args(Asks)}:
+        return "nothing"
+    trees = _shape(params), params, slots, params
+
+    def told(value: Any, *trees: Any) -> Any:
+        return optimizer.update(*trees, value=value)
+
+    if (jaxpr := _traced(told, *trees)) is not None:
+        return "value" if _reads_first(jaxpr) else "nothing"
+    for name in ("value_fn", "obj_fn"):
+
+        def searching(value: Any, grads: Any, slots: Any, params: Any, name: Asks = name) -> Any:
+            def loss(params: Any) -> Any:
+                return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(params)), value)
+
+            return optimizer.update(grads, slots, params, **again(name, value, grads, loss))
+
+        if _traced(searching, *trees) is not None:
+            return name
+    return "nothing"
+
+
+def again(name: Asks, value: Any, grads: Any, loss: Callable[[Any], Any]) -> dict[str, Any]:
+    """The arguments of an update that evaluates the loss again; ``name`` is what it asks for."""
+    return {"value": value, "grad": grads, name: loss} if name == "value_fn" else {name: loss}
+
+
+def _traced(update: Callable[..., Any], *shapes: Any) -> Any:
+    try:
+        return jax.make_jaxpr(update)(*shapes).jaxpr
+    except Exception:  # it asks for more, or takes no step at all: the first one says so
         return None
+
+
+def _reads_first(jaxpr: Any) -> bool:
+    """Whether a jaxpr computes with its first argument."""
+    read = [atom for eqn in jaxpr.eqns for atom in eqn.invars] + jaxpr.outvars
+    return any(atom is jaxpr.invars[0] for atom in read)
+
+
+def loss_slot(params: Any) -> ParamInfo:
+    """How an update finds the loss: in the type of the parameters, or float32 where that is wider.
+
+    >>> loss_slot({"w": jax.ShapeDtypeStruct([2], "bfloat16")}).dtype
+    'float32'
+    """
     dtype = _shape(params).dtype
     return ParamInfo(LOSS, (LOSS,), (), str(dtype), dtype.itemsize, "slot")
-
-
-def _reads_loss(optimizer: Any, params: Any, slots: Any) -> bool:
-    """Whether the update of an optimizer computes with ``value``; the trees are of shapes."""
-    if not any(map(_has_the_word, _functions(optimizer.update))):
-        return False
-
-    def update(value: Any, *trees: Any) -> Any:
-        return optimizer.update(*trees, **{_VALUE: value})
-
-    try:
-        closed = jax.make_jaxpr(update)(_shape(params), params, slots, params)
-    except Exception:  # it cannot take a step, or asks for more: the first step says so
-        return False
-    value = closed.jaxpr.invars[0]
-    read = [atom for eqn in closed.jaxpr.eqns for atom in eqn.invars] + closed.jaxpr.outvars
-    return any(atom is value for atom in read if not isinstance(atom, Literal))
 
 
 def taking_loss(slots: Arrays, slot: ParamInfo) -> dict[str, Any]:
@@ -68,17 +97,13 @@ def taking_loss(slots: Arrays, slot: ParamInfo) -> dict[str, Any]:
             "the optimizer computes with the loss, and its slots are without it. Write "
             "program.update(params, grads, program.noting(slots, loss)), with the mean loss."
         )
-    return {_VALUE: slots[slot.path]}
+    return {"value": slots[slot.path]}
 
 
 def _shape(params: Any) -> Any:
     """The shape of a loss: of the type of the parameters, which is at least float32."""
     floats = [p.dtype for p in jax.tree.leaves(params) if jnp.issubdtype(p.dtype, jnp.floating)]
     return jax.ShapeDtypeStruct((), jnp.result_type("float32", *floats))
-
-
-def _has_the_word(function: Any) -> bool:
-    return _VALUE in _words(function.__code__)
 
 
 def _words(code: CodeType) -> Iterator[Any]:

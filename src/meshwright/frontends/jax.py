@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from ..errors import ModelError
 from ..layouts.params import ParamInfo
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
-from .asked import loss_slot_of, taking_loss
+from ..step.gradient import check_dtypes
+from .asked import Asks, again, asks_for, loss_slot, taking_loss
 from .extras import Extras, zeros
 from .kept_state import State, state_of
 from .trees import Tree
@@ -123,10 +124,12 @@ def program_of(
     tree, slot_tree = tree_of(shapes), tree_of(slot_shapes)
     param_infos = tree.infos("parameter")
 
-    loss_slot = loss_slot_of(optimizer, shapes, slot_shapes)
+    asks = asks_for(optimizer, shapes, slot_shapes)
+    evaluates = asks in ("value_fn", "obj_fn")
+    slot = loss_slot(shapes) if asks == "value" else None
     state_infos = (*(() if state is None else state.infos(param_infos)), *extras.state)
     functions = _Functions(
-        loss, make, optimizer, forward, tree, slot_tree, extras, state, loss_slot
+        loss, make, optimizer, forward, tree, slot_tree, extras, state, slot, asks
     )
     return Program(
         name=name,
@@ -140,7 +143,9 @@ def program_of(
         measure=functions.measure,
         update=functions.update,
         logs="of one batch",
-        loss_slot=loss_slot,
+        loss_slot=slot,
+        own_step=functions.search_step if evaluates else None,
+        step_of="optimizer" if evaluates else "model",
     )
 
 
@@ -157,6 +162,7 @@ class _Functions:
     extras: Extras
     state: State | None = None
     loss_slot: ParamInfo | None = None
+    asks: Asks = "nothing"
 
     def initial(self) -> TrainState:
         values = self.make()
@@ -195,8 +201,27 @@ class _Functions:
         return metrics, {"loss": aux.loss, **aux.outputs}
 
     def update(self, values: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
-        tree, slot_tree = self.tree, self.slot_tree
         more = {} if self.loss_slot is None else taking_loss(slots, self.loss_slot)
+        return self._update(values, grads, slots, more)
+
+    def search_step(self, whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
+        """A whole step, in which the optimizer evaluates the loss of the batch again."""
+        check_dtypes(whole.params)
+
+        def loss(values: Arrays) -> tuple[Any, Aux]:
+            return self.whole_loss(values, whole, batch, True)
+
+        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(whole.params)
+        tree = self.tree
+        more = again(self.asks, value, tree.whole(grads), lambda p: loss(tree.named(p))[0])
+        params, slots = self._update(whole.params, grads, whole.slots, more)
+        metrics, logs = self.measure(aux.metrics, aux, batch)
+        return TrainState(params, aux.state, slots, metrics), logs
+
+    def _update(
+        self, values: Arrays, grads: Arrays, slots: Arrays, more: dict[str, Any]
+    ) -> tuple[Arrays, Arrays]:
+        tree, slot_tree = self.tree, self.slot_tree
         taken = tree.whole(grads), slot_tree.whole(slots), tree.whole(values)
         try:
             changes, new = self.optimizer.update(*taken, **more)
@@ -204,10 +229,9 @@ class _Functions:
             raise ModelError(
                 f"the update of the optimizer raised {type(error).__name__}: {error}\nIt gets "
                 "gradients, slots and parameters, each a tree of one structure, and the loss as "
-                "value=. Optimizers that evaluate the loss again (lbfgs and other line searches, "
-                "sophia), or need a gradient for each row (dpsgd) or trees of another structure "
-                "(lookahead), are not supported: take another one, or write the step by the "
-                "functions of the Program."
+                "value=. Optimizers that evaluate the loss again (lbfgs, sophia) take whole steps: "
+                "call trainer.step or program.own_step. Those that need a gradient for each row "
+                "(dpsgd), or trees of another structure (lookahead), are not supported."
             ) from error
         moved = {path: _moved(values[path], by) for path, by in tree.named(changes).items()}
         return moved, {**slot_tree.named(new), **self.extras.after_step(slots)}

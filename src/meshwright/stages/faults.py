@@ -33,7 +33,12 @@ def faults_of(program: Program, placement: Placement, axis: str, what: str) -> l
             f"axis {axis!r} is given to the {what} and to the batch. Name another one for "
             "the batch, batch='data', or batch=None."
         )
-    if program.own_step is not None:
+    if program.own_step is not None and program.step_of == "optimizer":
+        faults.append(
+            f"{name} cannot take the steps of an optimizer that evaluates the loss again (lbfgs, "
+            "line searches, sophia). Take another optimizer."
+        )
+    elif program.own_step is not None:
         faults.append(
             f"{name} cannot take the train_step of model {program.name!r}: its gradients are "
             f"taken by {what}. Use Keras' own train_step."

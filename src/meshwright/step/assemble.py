@@ -281,7 +281,7 @@ class Assembly:
     def _training(self, program: Program) -> Step:
         how, sharing = self.how, self.sharing
         if program.own_step is not None:
-            how.refuse_own_step(program.name)
+            how.refuse_own_step(program)
             return program.own_step
         program = shared(program, sharing, how.remat)
         of = self.gradient_of

@@ -43,7 +43,7 @@ def gradient(
     def differentiated(params: Arrays, whole: TrainState, batch: Batch) -> tuple[Aux, Arrays]:
         import jax
 
-        _check_dtypes(params)
+        check_dtypes(params)
         (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, whole, batch)
         return aux, grads
 
@@ -56,7 +56,8 @@ def gradient(
     return derivative if sums is None else summed_in(derivative, sums)
 
 
-def _check_dtypes(params: Arrays) -> None:
+def check_dtypes(params: Arrays) -> None:
+    """Raise :class:`~meshwright.ModelError` for parameters that have no gradient."""
     import jax.numpy as jnp
 
     fixed = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import ModelError
-from ..program import Batch
+from ..program import Batch, Program
 from ..stages.branches import Branches
 from ..stages.pipeline import Pipeline
 from .compression import Compress
@@ -152,18 +152,25 @@ class StepOptions:
         while group := tuple(itertools.islice(batches, self.batches)):
             yield group
 
-    def refuse_own_step(self, name: str) -> None:
-        """Raise :class:`~meshwright.ModelError` if a model's own step would have to do more."""
+    def refuse_own_step(self, program: Program) -> None:
+        """Raise :class:`~meshwright.ModelError` if a program's own step would have to do more."""
         options = [
             f"{option}={getattr(self, option)!r}"
             for option, default in _DEFAULTS.items()
             if getattr(self, option) != default
         ]
-        if options:
+        if not options:
+            return
+        listed = f"{', '.join(options)} is not supported with"
+        if program.step_of == "optimizer":
             raise ModelError(
-                f"{', '.join(options)} is not supported with the train_step of model {name!r}. "
-                "Implement it there, or use Keras' own train_step."
+                f"{listed} an optimizer that evaluates the loss again (lbfgs, line searches, "
+                "sophia). Leave it out, or take another optimizer."
             )
+        raise ModelError(
+            f"{listed} the train_step of model {program.name!r}. "
+            "Implement it there, or use Keras' own train_step."
+        )
 
 
 _DEFAULTS = {"accumulate": 1, "remat": "none", "sums": None, "local": None}
