@@ -131,6 +131,19 @@ def test_steps_in_parts_are_refused_where_the_loss_is_evaluated_again(row: str, 
         check(EVALUATE_AGAIN["line search"], row)
 
 
+def test_a_plan_for_such_an_optimizer_is_one_that_it_can_train_by() -> None:
+    """Micro-batches would take less memory, as they do with another optimizer."""
+    shapes = jax.eval_shape(parameters)
+    rows = jax.ShapeDtypeStruct((4096, 64), "float32")
+    found = {}
+    for name, optimizer in {"again": EVALUATE_AGAIN["line search"], "plain": optax.sgd(1)}.items():
+        program = mw.jax_program(loss, shapes, optimizer)
+        plan = mw.plan(program, rows, target="h100:8", axes="batch=8", objective="memory")
+        found[name] = plan.accumulate, plan.remat
+    assert found["again"] == (1, "none")
+    assert found["plain"][0] > 1
+
+
 def test_an_update_that_lacks_the_loss_says_where_it_gets_it() -> None:
     program = mw.jax_program(loss, parameters(), EVALUATE_AGAIN["line search"])
     first = program.initial()

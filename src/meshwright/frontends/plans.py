@@ -151,6 +151,7 @@ def plan(
         graph = graph_of_step(described)
     search, uncut = (None, "") if axes else pipelines_of(described, batch)
     lacks = not_compiled(target) if verify else ""
+    is_own = described.program.own_step is not None  # which micro-batches and remat cannot cut
     best = plan_step(
         graph,
         target,
@@ -162,6 +163,7 @@ def plan(
         verify=verify,
         dry_run_of=None if lacks else report_of,
         pipelines_of=search,
+        **({"accumulate": (1,), "remat": ("none",)} if is_own else {}),
     )
     if uncut:
         best = replace(best, notes=(*best.notes, f"no pipeline: {uncut}"))
