@@ -43,7 +43,7 @@ def no_plan(request: Request, limit_bytes: int) -> PlanError:
     ways = (
         f" What would make it fit:{listed}"
         if remedies
-        else (" More devices, ZeRO, recomputing and smaller batches were tried; none is enough.")
+        else f" {_tried_ways(space)} were tried; none is enough."
     )
     return PlanError(
         f"no layout keeps within {bytes_text(limit_bytes)} on {target}. The nearest takes "
@@ -52,6 +52,12 @@ def no_plan(request: Request, limit_bytes: int) -> PlanError:
         limit_bytes,
         remedies,
     )
+
+
+def _tried_ways(space: Space) -> str:
+    ways = ["More devices"]
+    ways += ["ZeRO"] * (len(space.zero) > 1) + ["recomputing"] * (len(space.remat) > 1)
+    return f"{', '.join(ways)} and smaller batches"
 
 
 def none_in_time(
