@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
+from jax._src.interpreters import mlir
 
 # LLVM's optimizations and XLA's newer emitters of kernels take most of the time of a test here.
 # Both come after XLA has partitioned the program, so the laws are about the same program without
@@ -39,6 +43,28 @@ if _CACHE_VARIABLE not in os.environ:
 jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE_VARIABLE])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# JAX 0.10 makes an MLIR context, with every dialect loaded, for each program that it lowers: 5 ms,
+# two fifths of what a small program takes that was compiled before. JAX 0.11 uses that of a thread
+# again, and so do these tests; a context keeps the constants of its programs, so not for ever.
+_PROGRAMS_OF_A_CONTEXT = 10
+
+
+class _Contexts(threading.local):
+    """The MLIR context of a thread, and for how many programs more it is used."""
+
+    context: Any = None
+    left = 0
+
+    def take(self, new: Callable[[], Any]) -> Any:
+        if not self.left:
+            self.context, self.left = new(), _PROGRAMS_OF_A_CONTEXT
+        self.left -= 1
+        return self.context
+
+
+if jax.__version_info__ < (0, 11):
+    mlir.make_ir_context = functools.partial(_Contexts().take, mlir.make_ir_context)
 
 # Tracing makes millions of short-lived objects: collecting them by the default thresholds took an
 # eighth of the time of the contract tables.
