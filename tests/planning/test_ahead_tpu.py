@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.targets, pytest.mark.xdist_group("ahead_tpu")]
 pytest.importorskip("libtpu", reason="pip install 'meshwright[tpu]'")
 
 BOTH = ["v5e:2x4", "v5p:2x2x2"]
-LAYERS, WIDTH, ROWS = 8, 2048, 4096
+LAYERS, WIDTH, ROWS = 5, 2048, 4096
 
 
 def test_topologies_have_as_many_devices_as_targets_say():
