@@ -15,9 +15,9 @@ from ..errors import ModelError
 from ..layouts.params import ParamInfo
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from ..step.gradient import check_dtypes
-from .asked import Asks, again, asks_for, loss_slot, taking_loss
 from .extras import Extras, zeros
 from .kept_state import State, state_of
+from .optimizer_needs import Needs, again, loss_slot, needs_of, taking_loss
 from .trees import Tree
 
 Params = Any  # a pytree of arrays
@@ -124,12 +124,12 @@ def program_of(
     tree, slot_tree = tree_of(shapes), tree_of(slot_shapes)
     param_infos = tree.infos("parameter")
 
-    asks = asks_for(optimizer, shapes, slot_shapes)
-    evaluates = asks in ("value_fn", "obj_fn")
-    slot = loss_slot(shapes) if asks == "value" else None
+    needs = needs_of(optimizer, shapes, slot_shapes)
+    evaluates = needs in ("value_fn", "obj_fn")
+    slot = loss_slot(shapes) if needs == "value" else None
     state_infos = (*(() if state is None else state.infos(param_infos)), *extras.state)
     functions = _Functions(
-        loss, make, optimizer, forward, tree, slot_tree, extras, state, slot, asks
+        loss, make, optimizer, forward, tree, slot_tree, extras, state, slot, needs
     )
     return Program(
         name=name,
@@ -162,7 +162,7 @@ class _Functions:
     extras: Extras
     state: State | None = None
     loss_slot: ParamInfo | None = None
-    asks: Asks = "nothing"
+    needs: Needs = "nothing"
 
     def initial(self) -> TrainState:
         values = self.make()
@@ -213,7 +213,7 @@ class _Functions:
 
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(whole.params)
         tree = self.tree
-        more = again(self.asks, value, tree.whole(grads), lambda p: loss(tree.named(p))[0])
+        more = again(self.needs, value, tree.whole(grads), lambda p: loss(tree.named(p))[0])
         params, slots = self._update(whole.params, grads, whole.slots, more)
         metrics, logs = self.measure(aux.metrics, aux, batch)
         return TrainState(params, aux.state, slots, metrics), logs

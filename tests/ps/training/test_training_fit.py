@@ -178,6 +178,10 @@ def test_a_run_goes_on_from_its_checkpoint_and_an_evaluator_follows_it(tmp_path)
     reference = whole.evaluate(x, y, verbose=0, return_dict=True)
     assert list(last.logs["rows"]) == list(reference.pop("rows")) == list(np.bincount(y))
     assert last.logs | {"rows": 0} == pytest.approx(reference | {"rows": 0}, rel=1e-5)
+    batches = [(x[:20], y[:20]), (x[20:], y[20:])]
+    for dataset in (batches, lambda context: iter(batches)):
+        (other,) = SidecarEvaluator(beside, dataset, tmp_path, timeout_s=5).start()
+        assert other.logs["loss"] == pytest.approx(last.logs["loss"], rel=1e-5)
 
 
 class Epochs(keras.callbacks.Callback):

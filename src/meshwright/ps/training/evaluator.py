@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,9 +54,10 @@ class SidecarEvaluator:
     """Evaluates the newest checkpoint of a directory, again and again, and skips older ones.
 
     Run it in the task ``evaluator`` of a cluster, or in any process that sees the directory that
-    ``fit(checkpoint=)`` writes to. ``data`` is ``(x, y)``, or a function that makes a dataset of
-    batches. It ends with the checkpoint that ends the training, or after ``max_evaluations``. The
-    name and the way are TensorFlow's. ``on_evaluation`` is called with every :class:`Evaluation`.
+    ``fit(checkpoint=)`` writes to. ``data`` is ``(x, y)``, a list of batches, or a function that
+    makes a dataset of batches. It ends with the checkpoint that ends the training, or after
+    ``max_evaluations``. The name and the way are TensorFlow's. ``on_evaluation`` is called with
+    every :class:`Evaluation`.
 
     Raises :class:`~meshwright.UnreachableError` where nothing new appears for ``timeout_s``.
     """
@@ -113,11 +115,15 @@ class SidecarEvaluator:
             return self._with_tables.evaluate(tables_of(info), self._steps)
         x, y, weights = self._arrays()
         size = self._batch_size if y is not None else None
+        if size is None and not isinstance(x, keras.utils.PyDataset):
+            x = (as_batch(element) for element in x)  # of other iterables, Keras knows generators
         measure: Any = self.model.evaluate
-        logs = measure(
-            x, y, sample_weight=weights, batch_size=size, steps=self._steps, verbose=0,
-            return_dict=True,
-        )  # fmt: skip
+        with warnings.catch_warnings():  # it warns where a generator ends
+            warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
+            logs = measure(
+                x, y, sample_weight=weights, batch_size=size, steps=self._steps, verbose=0,
+                return_dict=True,
+            )  # fmt: skip
         return on_host(logs)
 
     def _next(self, after: int) -> CheckpointInfo:
@@ -163,7 +169,18 @@ class SidecarEvaluator:
     def _arrays(self) -> tuple[Any, Any, Any]:
         if callable(self._data):
             return self._data(InputContext()), None, None
+        if _is_list_of_batches(self._data):
+            return self._data, None, None
         return keras.utils.unpack_x_y_sample_weight(self._data)
+
+
+def _is_list_of_batches(data: Any) -> bool:
+    """Whether it is a list of tuples; a list of two arrays is ``(x, y)``, as for Keras.
+
+    >>> _is_list_of_batches([(1, 2), (3, 4)]), _is_list_of_batches([np.ones(2), np.ones(2)])
+    (True, False)
+    """
+    return isinstance(data, list) and bool(data) and isinstance(data[0], tuple)
 
 
 def _is_over(evaluations: list[Evaluation], most: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""What the update of an optimizer asks for beside gradients, slots and parameters.
+"""What the update of an optimizer needs beside gradients, slots and parameters.
 
 Transformations of Optax take extra arguments by name, and chains of them take any. So the signature
 does not say whether one of them reads the loss. Its functions are searched for the words, which is
@@ -20,13 +20,13 @@ from ..errors import ModelError
 from ..layouts.params import ParamInfo
 from ..program import Arrays
 
-Asks = Literal["nothing", "value", "value_fn", "obj_fn"]  # as Optax calls them
+Needs = Literal["nothing", "value", "value_fn", "obj_fn"]  # as Optax calls them
 
 LOSS = "step/loss"  # where an update finds the mean loss of its step among its slots
 
 
-def asks_for(optimizer: Any, params: Any, slots: Any) -> Asks:
-    """What the update of an optimizer asks for; the trees are of shapes.
+def needs_of(optimizer: Any, params: Any, slots: Any) -> Needs:
+    """What the update of an optimizer needs; the trees are of shapes.
 
     The loss, or the loss as a function of the parameters: line searches call that ``value_fn``,
     and estimates of second derivatives ``obj_fn``.
@@ -34,24 +34,24 @@ def asks_for(optimizer: Any, params: Any, slots: Any) -> Asks:
     >>> import optax
     >>> def of(optimizer):
     ...     shapes = jax.ShapeDtypeStruct([2], "float32")
-    ...     return asks_for(optimizer, shapes, jax.eval_shape(optimizer.init, shapes))
+    ...     return needs_of(optimizer, shapes, jax.eval_shape(optimizer.init, shapes))
     >>> of(optax.sgd(0.1)), of(optax.polyak_sgd()), of(optax.lbfgs())
     ('nothing', 'value', 'value_fn')
     """
     functions = _functions(optimizer.update)
     words = {word for function in functions for word in _words(function.__code__)}
-    if not words & {*get_args(Asks)}:
+    if not words & {*get_args(Needs)}:
         return "nothing"
     trees = _shape(params), params, slots, params
 
-    def told(value: Any, *trees: Any) -> Any:
+    def with_value(value: Any, *trees: Any) -> Any:
         return optimizer.update(*trees, value=value)
 
-    if (jaxpr := _traced(told, *trees)) is not None:
+    if (jaxpr := _traced(with_value, *trees)) is not None:
         return "value" if _reads_first(jaxpr) else "nothing"
     for name in ("value_fn", "obj_fn"):
 
-        def searching(value: Any, grads: Any, slots: Any, params: Any, name: Asks = name) -> Any:
+        def searching(value: Any, grads: Any, slots: Any, params: Any, name: Needs = name) -> Any:
             def loss(params: Any) -> Any:
                 return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(params)), value)
 
@@ -62,15 +62,15 @@ def asks_for(optimizer: Any, params: Any, slots: Any) -> Asks:
     return "nothing"
 
 
-def again(name: Asks, value: Any, grads: Any, loss: Callable[[Any], Any]) -> dict[str, Any]:
-    """The arguments of an update that evaluates the loss again; ``name`` is what it asks for."""
+def again(name: Needs, value: Any, grads: Any, loss: Callable[[Any], Any]) -> dict[str, Any]:
+    """The arguments of an update that evaluates the loss again; ``name`` is what it needs."""
     return {"value": value, "grad": grads, name: loss} if name == "value_fn" else {name: loss}
 
 
 def _traced(update: Callable[..., Any], *shapes: Any) -> Any:
     try:
         return jax.make_jaxpr(update)(*shapes).jaxpr
-    except Exception:  # it asks for more, or takes no step at all: the first one says so
+    except Exception:  # it needs more, or takes no step at all: the first one says so
         return None
 
 
