@@ -168,7 +168,7 @@ def test_the_time_of_a_loop_is_estimated_near_the_compilers(target, rows, how):
 
 # Attention, of which a block holds far more inside than it hands on
 
-WIDTH, HEADS, LENGTH, ROWS = 256, 2, 1024, 2048
+WIDTH, HEADS, LENGTH, ROWS = 128, 2, 512, 4096
 
 
 def attention_net(depth: int) -> mw.Program:
