@@ -11,6 +11,8 @@ import pytest
 
 import meshwright as mw
 from meshwright.jaxprs.flops import model_flops
+from meshwright.jaxprs.names import Argument
+from meshwright.planning.traced_graph import graph_of
 
 
 def of(function: Any, *shapes: Any) -> float | None:
@@ -49,6 +51,17 @@ def test_both_gradients_of_a_convolution_take_what_it_takes_itself(
     assert of(loss, *shapes) == forward
     assert of(jax.grad(loss, argnums=(0, 1)), *shapes) in (2 * forward, 3 * forward)
     assert of(jax.value_and_grad(loss, argnums=(0, 1)), *shapes) == 3 * forward
+
+
+def test_a_product_of_groups_multiplies_each_row_once_forward_and_in_both_gradients() -> None:
+    def loss(rows: Any, weights: Any) -> Any:
+        sizes = jnp.array([3, 0, 4, 1])
+        return jnp.sum(jax.lax.ragged_dot(rows, weights, sizes) ** 2)
+
+    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(jnp.ones([8, 16]), jnp.ones([4, 16, 6]))
+    assert model_flops(traced) == 3 * 2 * 8 * 16 * 6
+    graph = graph_of(traced, [Argument("rows", "input"), Argument("weights")], 0)
+    assert sum(operation.flops for operation in graph.operations) == model_flops(traced)
 
 
 def test_a_loop_counts_as_often_as_it_runs() -> None:

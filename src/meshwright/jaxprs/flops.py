@@ -48,6 +48,8 @@ def equation_flops(eqn: Any, *, in_padding: bool = True) -> float | None:
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         return product_flops(eqn)
+    if name == "ragged_dot_general":
+        return _ragged_product(eqn)
     if name == "conv_general_dilated":
         return _convolution(eqn) * (1.0 if in_padding else _share_on_elements(eqn))
     if name in _UNSEEN:
@@ -70,6 +72,20 @@ def product_flops(eqn: Any) -> float:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     depth = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
     return 2.0 * depth * math.prod(eqn.outvars[0].aval.shape)
+
+
+def _ragged_product(eqn: Any) -> float:
+    """Each row is multiplied by the weights of its own group; what a compiler multiplies beside
+    that, where it has no kernel for groups, does not count.
+
+    The gradient by the weights sums over the rows of a group, so that no row counts for two.
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    depth = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+    is_summed = bool({*numbers.lhs_ragged_dimensions} & {*contracted})
+    groups = eqn.outvars[0].aval.shape[0] if is_summed else 1
+    return 2.0 * depth * math.prod(eqn.outvars[0].aval.shape) / max(1, groups)
 
 
 def flops_between_groups(eqn: Any) -> float:

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from .. import _compat
 from .blocks import is_mark
-from .edits import jaxprs_inside
 from .factors import Dim
 from .flops import equation_flops, flops_between_groups
 from .joins import Joins
-from .primitives import PRODUCTS, inner_jaxprs, opened, shape_of
+from .primitives import inner_jaxprs, opened, shape_of
 from .products import product_of
 from .record import CONSTANT, Record, Value
 from .scopes import layer_of
@@ -126,8 +125,7 @@ def _numbers(record: Record, eqn: Any, operands: Sequence[Value]) -> list[int]:
 
 def _flops(eqn: Any) -> float:
     """The FLOPs of one equation; 0.0 where they cannot be known."""
-    product = eqn.primitive.name in PRODUCTS
-    return equation_flops(eqn) or 0.0 if product or jaxprs_inside(eqn) else 0.0
+    return equation_flops(eqn) or 0.0
 
 
 # Equations that hold jaxprs
