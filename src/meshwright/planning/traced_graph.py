@@ -108,6 +108,17 @@ def unknown_kinds(graph: Graph) -> tuple[str, ...]:
     return tuple(kind for kind in kinds if kind not in TABLE and kind not in LOOPS)
 
 
+def notes_of_unknown(graph: Graph) -> list[str]:
+    """What a report says of operations that no rule is known for: one note, or none.
+
+    >>> notes_of_unknown(Graph((), (), (Operation("ragged_dot_general", "", (), ()),)))
+    ['no rule is known for ragged_dot_general: each device is taken to compute it whole']
+    """
+    if not (kinds := unknown_kinds(graph)):
+        return []
+    return [f"no rule is known for {', '.join(kinds)}: each device is taken to compute it whole"]
+
+
 def _begin(record: Record, variables: Sequence[Any], arguments: Sequence[Argument]) -> list[Value]:
     """The arguments, joined already where a slot has an owner, or an author said so."""
     dims = [_dims(record, v, value) for v, value in zip(variables, arguments, strict=True)]

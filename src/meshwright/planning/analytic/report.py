@@ -18,6 +18,7 @@ from ..report import DryRun, Memory
 from ..search.choices import Choices
 from ..search.cost import cost_of
 from ..search.terms import resting_bytes
+from ..traced_graph import notes_of_unknown
 from .assignment import Assignment, assignment_of, graph_alone
 from .estimate import estimate_of
 from .operation_costs import operation_costs, transfers_of
@@ -80,7 +81,7 @@ def report_of_graph(
 
 
 def _notes(assignment: Assignment, described: AbstractStep) -> tuple[str, ...]:
-    notes = []
+    notes = notes_of_unknown(assignment.problem.graph)
     if assignment.gathers:
         notes.append(
             "where a variable lies whole and its dims do not, it is taken to be cut for nothing; a "

@@ -15,6 +15,7 @@ from ...targets.target import Target
 from ...units import seconds_text
 from ..abstract_step import AbstractStep
 from ..graph import Graph
+from ..traced_graph import notes_of_unknown
 from .branch_and_bound import SearchResult, search_for
 from .candidates import Candidate
 from .choices import (
@@ -286,7 +287,7 @@ class _Question:
                     inputs=tuple(t.path for t in graph.tensors if t.role == "input"),
                     batch=_batch(problem, candidate.layouts),
                     why=reasons(problem, setting, candidate.layouts),
-                    notes=_notes(target, candidate, parallel, result),
+                    notes=(*notes_of_unknown(graph), *_notes(target, candidate, parallel, result)),
                     is_proven=result.is_proven,
                     classics=tuple(
                         (name, _option(other))
