@@ -27,8 +27,9 @@ from .tables import ModelTables, OnServers, Rows, TableInputs, is_parameter_serv
 from .turns import turn_of_several
 
 if TYPE_CHECKING:
+    from ..stages.forward_line import Paths
     from .options import Precision
-    from .stage_cut import Paths, Stages
+    from .stage_cut import Stages
 
 Names = tuple[Mapping[str, str], Mapping[str, str]]  # path -> name in checkpoints: params, state
 

@@ -6,29 +6,22 @@ other through them, as requests come, without a schedule that all devices share.
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ModelError, PipelineError
-from ..jaxprs.slices import reached
+from ..errors import ModelError
 from ..layouts.mesh import Mesh
-from ..stages.cuts import line_cuts
+from ..stages.forward_line import Paths, Segments, forward_cuts, forward_line
 from ..stages.line import Line
 from ..stages.pipeline import Pipeline
-from ..stages.traced import Traced
 
 if TYPE_CHECKING:
     from .forward import Forward, Shape
     from .source import Source
-
-Paths = frozenset[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,18 +89,9 @@ def cut(sources: Sequence[Source], mesh: Mesh, pipeline: Pipeline) -> Source:
         )
     forward = Forward(sources[0])
     shape = forward.typical
-    line = line_of(forward, shape)
-    on_cpu, count = mesh.platform == "cpu", len(sources)
-    if pipeline.cuts is None:
-        places = line.best_cuts(count, on_cpu)
-    elif len(pipeline.cuts) != count - 1:
-        raise PipelineError(
-            f"{count} stages need {count - 1} cuts; received {list(pipeline.cuts)}."
-        )
-    else:
-        program = sources[0].steps.program
-        places = line_cuts(line, pipeline.cuts, (*program.params, *program.state), on_cpu)
-    begins = tuple(_first_read(line, place) for place in places)
+    line, program = line_of(forward, shape), sources[0].steps.program
+    infos, on_cpu = (*program.params, *program.state), mesh.platform == "cpu"
+    begins = forward_cuts(line, pipeline, len(sources), infos, on_cpu)
     cuts = Segments(line, begins)
     stages = tuple(
         Stage(n, source.of_stage(cuts.weights(n)), processes[n]) for n, source in enumerate(sources)
@@ -126,104 +110,8 @@ def _process_of(mesh: Mesh, axis: str) -> int:
     return processes.pop()
 
 
-def _first_read(line: Line, place: int) -> Paths:
-    """The weights that are read from a place on, and not before it."""
-    before = {path for paths in line.params_read[:place] for path in paths}
-    found = frozenset(p for paths in line.params_read[place:] for p in paths) - before
-    if not found:
-        raise PipelineError(
-            "a stage would have no weights of its own. Name the layers that stages begin with, "
-            "mw.Pipeline(axis, micro_batches, cuts=[...]), or use a smaller stage axis."
-        )
-    return found
-
-
-class ForwardLine(Line):
-    """The equations of a forward pass.
-
-    What is computed from weights alone, as the transpose of a tied embedding, is not sent: each
-    stage that needs it has these weights.
-    """
-
-    @functools.cached_property
-    def _of_batch(self) -> set[Any]:
-        arguments = self.traced.arguments.items()
-        return reached(self.eqns, [var for var, (part, _) in arguments if part == "batch"])
-
-    def is_sent(self, var: Any) -> bool:
-        return var in self._of_batch
-
-
 def line_of(forward: Forward, shape: Shape) -> Line:
-    """The equations of a forward pass for a batch of this shape.
-
-    No weight changes here, so state of numbers, as of frozen layers or in eight bits, is cut as
-    parameters are.
-    """
-    bare = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
-    params, state = bare(forward.state.params), bare(forward.state.state)
+    """The equations of a forward pass for a batch of this shape."""
     batch = forward.source.batch(forward.shapes_of(shape))
-    closed = jax.make_jaxpr(forward.source.steps.predict_step)(params, state, batch)
-    invars = iter(closed.jaxpr.invars)
-    arguments = {next(invars): ("params", path) for path in sorted(params)}
-    of_state = {path: next(invars) for path in sorted(state)}
-    for path, var in of_state.items():
-        arguments[var] = ("params" if _is_of_numbers(var.aval) else "state", path)
-    arguments |= {var: ("batch", number) for number, var in enumerate(invars)}
-    outputs = {str(number): var for number, var in enumerate(closed.jaxpr.outvars)}
-    return ForwardLine.of(Traced(closed, arguments, outputs["0"], of_state, {}, outputs))
-
-
-def _is_of_numbers(aval: Any) -> bool:
-    """Whether it is an array that a layer computes with, and not a seed, a count or a table."""
-    return bool(aval.shape) and (jnp.issubdtype(aval.dtype, jnp.floating) or aval.dtype == jnp.int8)
-
-
-class Segments:
-    """The stages of a line, each as a function of what it reads.
-
-    Where it is cut follows from ``begins``, so that batches of all sizes are cut alike.
-    """
-
-    def __init__(self, line: Line, begins: Sequence[Paths]) -> None:
-        self._line = line
-        places = [line.cut_before(set(paths)) for paths in begins]
-        at = [place for place in places if place is not None]
-        if len(at) < len(begins) or sorted(set(at)) != at:
-            raise PipelineError(
-                "the model computes its layers in another order for batches of another size, which "
-                "is not supported by stages. Serve it without a pipeline."
-            )
-        crossing = (line.crossing(place) for place in (0, *at))
-        self.boundaries = [*crossing, list(line.traced.logs.values())]
-
-    def weights(self, stage: int) -> Paths:
-        """The parameters and state that a stage reads."""
-        read = self._arguments(stage).values()
-        return frozenset(key for part, key in read if part != "batch")
-
-    def leaves(self, stage: int) -> tuple[int, ...]:
-        """The numbers of the arrays of a batch that a stage reads."""
-        return tuple(key for part, key in self._arguments(stage).values() if part == "batch")
-
-    def function(self, stage: int) -> Any:
-        """``(params, state, leaves, entering) -> leaving``, of what the stage reads."""
-        line, (enters, leaves) = self._line, self.boundaries[stage : stage + 2]
-        arguments = self._arguments(stage)
-
-        def run(params: Any, state: Any, of_batch: Any, entering: Any) -> list[Any]:
-            weights = {**params, **state}
-            values = {
-                var: of_batch[key] if part == "batch" else weights[key]
-                for var, (part, key) in arguments.items()
-            }
-            return line.evaluate(leaves, {**values, **dict(zip(enters, entering, strict=True))})
-
-        return run
-
-    def _arguments(self, stage: int) -> dict[Any, tuple[str, Any]]:
-        line, (enters, leaves) = self._line, self.boundaries[stage : stage + 2]
-        numbers = line.slice(leaves, enters)
-        atoms = itertools.chain(leaves, *(line.eqns[number].invars for number in numbers))
-        read = {atom for atom in atoms if not hasattr(atom, "val")} - set(enters)
-        return {var: key for var, key in line.traced.arguments.items() if var in read}
+    state = forward.state
+    return forward_line(forward.source.steps.predict_step, state.params, state.state, batch)

@@ -20,9 +20,10 @@ import numpy as np
 from ..errors import MeshwrightError, ModelFailedError
 from ..launch.progress import inside
 from ..program import TrainState
+from ..stages.forward_line import Segments, crossing_shape
 from .forward import Forward, Shape, fastest
 from .source import Source
-from .stage_cut import Segments, Stage, Stages, line_of
+from .stage_cut import Stage, Stages, line_of
 from .turns import turn
 
 States = Sequence[TrainState | None]  # of each stage; None for those of other processes
@@ -280,21 +281,15 @@ class _Part:
         leaves = jax.tree.leaves(forward.laid(shape))
         of_batch = {number: leaves[number] for number in read}
         enters, leave = segments.boundaries[number : number + 2]
-        entering = [self._crossing(var.aval, shape) for var in enters]
+        placement = forward.source.steps.placement
+
+        def crossing(variables: Sequence[Any]) -> list[Any]:
+            return [crossing_shape(var.aval, shape.rows, placement) for var in variables]
+
+        entering = crossing(enters)
         is_last = number == len(stages.all) - 1
-        leaving = None if is_last else [self._crossing(v.aval, shape).sharding for v in leave]
+        leaving = None if is_last else [value.sharding for value in crossing(leave)]
         jitted = jax.jit(segments.function(number), out_shardings=leaving)
         with jax.set_mesh(forward.source.mesh.jax_mesh):
             lowered = jitted.lower(state.params, state.state, of_batch, entering)
         return lowered, read, tuple(entering)
-
-    def _crossing(self, aval: Any, shape: Shape) -> Any:
-        """The shape and layout of a value that crosses a cut: split by rows, or whole."""
-        placement = self._forward.source.steps.placement
-        by_rows = (
-            aval.ndim and aval.shape[0] == shape.rows and not shape.rows % placement.batch_shards
-        )
-        spec = jax.sharding.PartitionSpec(placement.batch_axes if by_rows else None)
-        spec = spec if aval.ndim else jax.sharding.PartitionSpec()
-        sharding = jax.sharding.NamedSharding(placement.mesh.jax_mesh, spec)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
