@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from keras import layers
 
 import meshwright as mw
 from meshwright.serving.turns import turn
+from meshwright.targets.hardware import hardware_of
 
 ROWS = np.random.default_rng(0).normal(size=[6, 8]).astype("float32")
 TOLERANCE = 2e-6
@@ -237,3 +239,70 @@ def test_an_error_of_a_stage_fails_its_batch_alone() -> None:
         with pytest.raises(mw.ModelFailedError, match="RuntimeError: no memory"):
             server.answer({"x": ROWS[:1]})
         assert server.answer({"x": ROWS[:1]}).version == "1"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["blocks", "eight bits"])
+def test_a_dry_run_says_of_each_stage_what_is_served(kind: str) -> None:
+    how, x, model = strategy({"batch": 2, "stage": 2}), ROWS, build()
+    options: dict[str, Any] = {}
+    if kind == "eight bits":
+        how, options = strategy({"stage": 2}), {"precision": "int8"}
+        model, _, x, _ = of_eight_bits("keras")
+    mesh = how.mesh
+    with mw.Server(model, how, buckets=[4], **options) as server:
+        loaded: Any = server.model(model.name)
+        held = loaded.status().bytes_by_device
+        stages = loaded.forward._parts
+        compiled = [
+            part.compiled[loaded.forward.shapes[0]].call.memory_analysis() for part in stages
+        ]
+    likes = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    options |= {"strategy": how.on(mesh.abstract()), "target": f"cpu:{mesh.size}", "rows": [4]}
+    (batch,) = mw.dry_serve(model, likes, **options).batches
+    assert len(batch.stages) == 2
+    for stage, part, served in zip(batch.stages, stages, compiled, strict=True):
+        assert {held[f"cpu:{d.id}"] for d in part.stage.source.mesh.devices} == {stage.weight_bytes}
+        memory: Any = stage.report.memory
+        of_server = served.argument_size_in_bytes, served.temp_size_in_bytes
+        received = memory.input_bytes + stage.weight_bytes, memory.temporary_bytes
+        assert received == of_server
+        assert memory.peak_bytes == sum(of_server) + served.output_size_in_bytes
+    by_model = mw.dry_serve(model, likes, compile=False, **options).batches[0].stages
+    for stage, other in zip(batch.stages, by_model, strict=True):
+        assert other.weight_bytes == stage.weight_bytes
+        assert other.received_bytes == stage.received_bytes
+        assert other.report.flops == stage.report.flops
+        assert other.report.peak_bytes == pytest.approx(stage.report.peak_bytes, rel=0.35)
+    # What enters the second stage is what the first passes on: four rows of 8 numbers each.
+    size = math.prod(x.shape[1:]) * (8 if kind == "eight bits" else 1)
+    assert [stage.received_bytes for stage in batch.stages] == [0, 4 * 4 * size // (mesh.size // 2)]
+
+
+def test_the_slowest_stage_sets_the_rows_per_second() -> None:
+    how = strategy({"stage": 2}, cuts=["block_1"])
+    like = jax.ShapeDtypeStruct((1, 8), "float32")
+    known = replace(hardware_of("h100"), handover_s=1e-6)
+    options: Any = {"strategy": how, "target": "h100:2", "compile": False, "rows": [64]}
+    report: Any = mw.dry_serve(build(), like, hardware=known, **options)
+    (batch,) = report.batches
+    first, second = batch.stages
+    link: Any = known.link("nvlink")
+    assert second.received_bytes == 64 * 8 * 4
+    assert second.receive_s == pytest.approx(link.latency_s + 64 * 8 * 4 / link.bytes_per_s)
+    for stage in batch.stages:
+        computing_s = stage.busy_s - stage.receive_s - 1e-6
+        assert computing_s == pytest.approx(stage.report.step_time_s)
+    assert batch.latency_s == pytest.approx(first.busy_s + second.busy_s + 3e-6)
+    assert batch.bottleneck is second
+    assert batch.rows_per_s == pytest.approx(64 / second.busy_s)
+    text = str(report)
+    assert "stage 1, from block_1/kernel: " in text
+    assert text.endswith("(the bottleneck)")
+    assert (
+        report.devices_for(0.8 * 64 / second.busy_s, second.busy_s + batch.latency_s).devices == 2
+    )
+    with pytest.raises(mw.PlanError, match="is answered within"):
+        report.devices_for(1, second.busy_s + 0.99 * batch.latency_s)
+    with pytest.raises(mw.PlanError, match=r"(?s)Plans for serving have no stages.*dry_serve"):
+        mw.plan(build(), like, target="h100:2", objective="latency", memory_limit=100)

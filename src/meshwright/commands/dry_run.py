@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from ..targets.target import Target
 
 
-_OF_SERVING = ("rows", "precision", "qps", "p99_ms")  # options that mean something with --serve
+# Options that mean something with --serve alone, and those that mean nothing there.
+_OF_SERVING = ("pipeline", "rows", "precision", "qps", "p99_ms")
 _OF_STEPS = ("html", "trace", "measure", "save", "before", "tolerance")
 
 
@@ -72,6 +73,11 @@ _OF_STEPS = ("html", "trace", "measure", "save", "before", "tolerance")
     "--serve",
     is_flag=True,
     help="Report what serving takes: the forward pass of batches of --rows rows.",
+)
+@option(
+    "--pipeline",
+    metavar="AXIS",
+    help="Cut the served model into stages over this axis of the mesh, as `meshwright serve` does.",
 )
 @option(
     "--rows",
@@ -139,6 +145,7 @@ def dry_run(
     trace: Path | None,
     price: float | Mapping[str, float] | None,
     serve: bool,
+    pipeline: str | None,
     rows: tuple[int, ...] | None,
     precision: Precision | None,
     qps: float | None,
@@ -197,7 +204,7 @@ def dry_run(
         hardware=hardware,
     )
     if serve:
-        serving = run_serving(request, rows or (1, 8, 32), timeout, precision)
+        serving = run_serving(request, rows or (1, 8, 32), timeout, precision, pipeline)
         print_text(serving)
         if qps is not None:
             print_text(serving.devices_for(qps, None if p99_ms is None else p99_ms / 1e3))

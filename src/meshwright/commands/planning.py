@@ -14,7 +14,7 @@ from ..display.text.columns import Paragraphs
 from ..equivalence.cases import Case, case_of, setups
 from ..equivalence.faults import check_patterns
 from ..equivalence.finding import find_build
-from ..errors import BatchError, LayoutError, ModelError, PlanError
+from ..errors import BatchError, LayoutError, ModelError, PipelineError, PlanError
 from ..frontends.dry_runs import dry_run
 from ..frontends.inputs import inputs_of
 from ..layouts.layout import Layout
@@ -27,6 +27,7 @@ from ..planning.goals import AIMS, Aim, ServingGoal
 from ..planning.lock import Lock, lock_of
 from ..planning.search.planner import check_axes
 from ..program import Program
+from ..stages.pipeline import Pipeline
 from ..targets.hardware import hardware_of
 from ..targets.target import check_size
 from ..together import Faults
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from ..planning.serving import ServingReport
     from ..serving.options import Precision
     from ..targets.hardware import Hardware
+
+
+_OF_STEPS = ("accumulate", "remat", "sums", "local")  # options that only training steps have
 
 
 class DryRunOptions(NamedTuple):
@@ -87,12 +91,13 @@ def run_serving(
     rows: Sequence[int],
     timeout_s: float,
     precision: Precision | None = None,
+    pipeline: str | None = None,
 ) -> ServingReport:
     """What serving the model takes for batches of these sizes; the layouts are those of training,
-    without what only that needs."""
+    without what only that needs, and with ``pipeline`` in stages over that axis."""
     from ..frontends.dry_runs import dry_serve
 
-    case = _case(request, serves=True)
+    case = _case(request, serves=True, pipeline=pipeline)
     strategy = case.strategy
     if isinstance(strategy, Placement):
         strategy = strategy.serving(case.mesh)
@@ -162,7 +167,9 @@ class _Case(NamedTuple):
             progress.end()
 
 
-def _case(request: DryRunOptions, here: bool = False, serves: bool = False) -> _Case:
+def _case(
+    request: DryRunOptions, here: bool = False, serves: bool = False, pipeline: str | None = None
+) -> _Case:
     """What the options of the command mean; with ``here`` the devices are made, too. With
     ``serves`` a model without a batch will do, and ``batch`` is what goes into it."""
     build, target, mesh, layouts, zero, batch_size, options, compile, hardware = request
@@ -180,6 +187,7 @@ def _case(request: DryRunOptions, here: bool = False, serves: bool = False) -> _
     with faults:
         case = built_case(build, layouts, options, needs_batch=not serves)
         case = for_serving(case, mesh) if serves else case
+        case = case if pipeline is None else by_stages(case, pipeline, mesh)
         model = case.model
         with faults:
             setup = setups(case, [mesh.abstract()])[0]
@@ -326,6 +334,19 @@ def for_serving(case: Case, mesh: Mesh) -> Case:
     if "batch" in case.options or "batch" in mesh:
         return case
     return replace(case, options={**case.options, "batch": None})
+
+
+def by_stages(case: Case, axis: str, mesh: Mesh | None) -> Case:
+    """The case as it is served by stages over an axis of the mesh, without what only training has.
+
+    Raises :class:`~meshwright.PipelineError` unless the mesh has the axis.
+    """
+    if mesh is None or axis not in mesh:
+        axes = "no mesh was given" if mesh is None else f"the mesh is {mesh}"
+        raise PipelineError(f"--pipeline {axis}: {axes}. Add the axis: --mesh {axis}=2.")
+    options = {name: value for name, value in case.options.items() if name not in _OF_STEPS}
+    stages = Pipeline(axis, micro_batches=mesh[axis])
+    return replace(case, options={**options, "pipeline": stages})
 
 
 def _served_inputs(case: Case, rows: int | None) -> Any:

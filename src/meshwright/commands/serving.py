@@ -15,7 +15,6 @@ from ..errors import CheckpointError, ServingError
 from ..extras import require
 from ..launch.join import join
 from ..layouts.mesh import Mesh
-from ..stages.pipeline import Pipeline
 from ..together import Faults
 from ..topology import make_cpu_devices
 from .beside import models_beside
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
     from ..planning.search.plan import Plan
     from ..serving.http.run import Listening
-
-_OF_STEPS = ("accumulate", "remat", "sums", "local")  # options that only training steps have
 
 
 @dataclass(frozen=True)
@@ -342,11 +339,10 @@ def _make_devices(meshes: Sequence[Mesh | None]) -> None:
 
 def _strategy(options: ServeOptions, case: Case) -> Any:
     """The strategy of the case, by stages where that is asked for."""
+    from .planning import by_stages
+
     if (axis := options.pipeline) is not None:
-        assert options.mesh is not None
-        stages = Pipeline(axis, micro_batches=options.mesh[axis])
-        case_options = {name: v for name, v in case.options.items() if name not in _OF_STEPS}
-        case = replace(case, options={**case_options, "pipeline": stages})
+        case = by_stages(case, axis, options.mesh)
     return strategy_of(case, options.mesh)
 
 

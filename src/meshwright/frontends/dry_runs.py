@@ -87,10 +87,11 @@ def dry_serve(
     ``model`` is a Keras model, best built in :func:`~meshwright.abstract`, or a
     :class:`~meshwright.Program`; ``inputs`` are a batch of what goes in, of which shapes and dtypes
     matter. ``strategy`` is that of serving, see :meth:`~meshwright.Sharded.serving`; its mesh has
-    as many devices as ``target``. The forward pass is compiled for each of ``rows``; with
-    ``compile=False``, and for GPUs where XLA for them is not installed, times, collectives and the
-    peak are those of the planner's model, and bytes of weights are exact. ``precision`` is that of
-    a :class:`~meshwright.Server`.
+    as many devices as ``target``. With a pipeline over an axis of that mesh the model is cut into
+    stages as a server cuts it, and each of them is dry-run on its own devices. The forward pass is
+    compiled for each of ``rows``; with ``compile=False``, and for GPUs where XLA for them is not
+    installed, times, collectives and the peak are those of the planner's model, and bytes of
+    weights are exact. ``precision`` is that of a :class:`~meshwright.Server`.
     ``hardware`` takes the place of what is known of the target's chips, and the compiler has
     ``timeout_s`` seconds. Raises :class:`~meshwright.ModelError` for any other ``precision``,
     :class:`~meshwright.TargetError` and :class:`~meshwright.CompileError`.
@@ -105,7 +106,9 @@ def dry_serve(
     (1152, 8)
     """
     from ..planning.serving import serving_report
+    from ..planning.serving_stages import staged_report
     from .forwards import Forwards
+    from .staged_forwards import StagedForwards, served_pipeline
 
     target = Target.of(target)
     placement = strategy if isinstance(strategy, Placement) else strategy.placement
@@ -115,11 +118,24 @@ def dry_serve(
             f"precision must be 'bfloat16', 'float16', 'int8' or None; received {precision!r}."
         )
     forwards = Forwards(model, inputs, precision)
+    hardware = hardware or hardware_of(target)
+    if (pipeline := served_pipeline(strategy)) is not None:
+        staged = StagedForwards(forwards, placement, pipeline, target)
+        return staged_report(
+            [(count, staged.on(count)) for count in rows],
+            placement.mesh,
+            pipeline.axis,
+            target,
+            hardware,
+            compile=compile,
+            timeout_s=timeout_s,
+            graphs_of=staged.graphs,
+        )
     steps = forwards.steps(strategy)
     return serving_report(
         [(count, forwards.on(steps, count)) for count in rows],
         target,
-        hardware or hardware_of(target),
+        hardware,
         compile=compile,
         timeout_s=timeout_s,
         graph_of=forwards.graph,

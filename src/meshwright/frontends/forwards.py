@@ -82,13 +82,14 @@ class Forwards:
         return ForwardStep.of(on_batch(steps, self.batch(rows), last=True))
 
     @functools.cached_property
-    def _alone(self) -> Assembly:
+    def alone(self) -> Assembly:
+        """The steps on one device."""
         return self.steps(Placement.of(_ONE_DEVICE, batch="batch", unmatched="replicate"))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters and state."""
-        program = self._alone.program
+        program = self.alone.program
         return sum(
             math.prod(info.dims) * jax.numpy.dtype(info.dtype).itemsize
             for info in (*program.params, *program.state)
@@ -97,7 +98,7 @@ class Forwards:
     def graph(self, rows: int) -> Graph:
         """The operations of a batch of this size, as one device would do them."""
         if rows not in self.graphs:
-            step = self.on(self._alone, rows)
+            step = self.on(self.alone, rows)
             with tracing(step.program.name):
                 self.graphs[rows] = graph_of_step(step)
         return self.graphs[rows]

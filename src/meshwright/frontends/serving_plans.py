@@ -20,6 +20,7 @@ from ..planning.search.verification import DryRunOf, NoReport
 from ..planning.serving import ServingReport, serving_report
 from ..program import Program
 from ..targets.hardware import Hardware
+from ..targets.parts import part_with, smaller_parts
 from ..targets.target import Target
 from ..units import bytes_text, seconds_text
 from .forwards import Forwards
@@ -29,6 +30,13 @@ _FREE = 1.1  # of the time of a batch, which a larger one may take before both a
 _MORE = 1.02  # times the rows per second of a smaller batch, which a larger one must have
 _ROOM = 1.1  # times what a batch lacks, to look for a plan that has it
 _WORSE = 2  # counts of devices one after the other that are worse than fewer, before none is tried
+
+
+_NO_STAGES = (
+    "Plans for serving have no stages. A dry run says whether the model fits in some: "
+    'mw.dry_serve(..., strategy=mw.Sharded(mesh, pipeline=mw.Pipeline("stage", 2))), or '
+    "meshwright dry-run --serve --mesh stage=2,batch=4 --pipeline stage."
+)
 
 
 class _Served(NamedTuple):
@@ -95,11 +103,11 @@ def plan_serving(model: Any, inputs: Any, question: Question) -> tuple[Plan, For
         except UnknownTimesError as error:
             raise TargetError(error.at_serving) from error
     if not candidates:
-        raise PlanError(
-            "\n".join(f"{_named(precision)}: {error}" for precision, error in faults.items())
-            if len(faults) > 1
-            else str(next(iter(faults.values())))
-        )
+        lines = [f"{_named(precision)}: {error}" for precision, error in faults.items()]
+        lines = lines if len(faults) > 1 else [str(next(iter(faults.values())))]
+        if question.target.num_devices > 1:
+            lines.append(_NO_STAGES)
+        raise PlanError("\n".join(lines))
     best = functools.reduce(
         lambda wider, other: (
             other if question.rank(wider.plan) > _WORTH * question.rank(other.plan) else wider
@@ -202,7 +210,7 @@ def _layouts(forwards: Forwards, question: Question) -> Plan:
 def _parts(question: Question) -> Iterator[Target]:
     """The devices that a copy may take: for throughput few first, as copies share no work."""
     if question.goal.aim == "throughput" and question.axes is None:
-        yield from reversed(tuple(_smaller(question.target)))
+        yield from reversed(tuple(smaller_parts(question.target)))
     yield question.target
 
 
@@ -210,42 +218,6 @@ def _has_room(target: Target, weight_bytes: int, question: Question) -> bool:
     """Whether the weights alone, cut into pieces for all devices, fit."""
     limit = question.limit_bytes
     return limit is None or weight_bytes <= limit * target.num_devices
-
-
-def _smaller(target: Target) -> Iterator[Target]:
-    """Parts that divide a target, each half of the one before or so: of a TPU slice, slices.
-
-    >>> [str(part) for part in _smaller(Target.of("v5p:2x2x2"))]
-    ['v5p:1x2x2', 'v5p:1x1x2', 'v5p:1x1x1']
-    """
-    counts = range(target.num_devices - 1, 0, -1)
-    fewer = next((count for count in counts if _divides(target, count)), None)
-    if fewer is not None:
-        part = target.part(fewer)
-    elif target.platform == "tpu" and max(target.topology) % 2 == 0:
-        dim = target.topology.index(max(target.topology))
-        halved = [size // 2 if place == dim else size for place, size in enumerate(target.topology)]
-        part = replace(target, topology=tuple(halved))
-    else:
-        return
-    yield part
-    yield from _smaller(part)
-
-
-def _divides(target: Target, count: int) -> bool:
-    if target.num_devices % count:
-        return False
-    try:
-        target.part(count)
-    except TargetError:
-        return False
-    return True
-
-
-def _part(target: Target, count: int) -> Target | None:
-    """A part with this number of devices; ``None`` where no target has it."""
-    parts = (target, *_smaller(target))
-    return next((part for part in parts if part.num_devices == count), None)
 
 
 def _searched(forwards: Forwards, question: Question, target: Target, limit_s: float) -> Plan:
@@ -268,7 +240,7 @@ def _searched(forwards: Forwards, question: Question, target: Target, limit_s: f
 
 def _dry_run_of(forwards: Forwards, question: Question, whole: Target) -> DryRunOf:
     def report(candidate: Plan) -> Any:
-        if _part(whole, candidate.mesh.size) is None:
+        if part_with(whole, candidate.mesh.size) is None:
             return NoReport()
         rows = (question.planned_rows,)
         return _report(forwards, candidate, question, compile=True, rows=rows).batches[0].report
@@ -289,7 +261,7 @@ def _report(
 ) -> ServingReport:
     """The dry run of serving by a plan."""
     steps = forwards.steps(plan.placement())
-    part = _part(question.target, plan.mesh.size)
+    part = part_with(question.target, plan.mesh.size)
     return serving_report(
         [(count, forwards.on(steps, count)) for count in rows],
         part or question.target,

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -23,11 +23,13 @@ from .prices import price_of
 from .reading import read, refused
 from .report import DryRun
 
+if TYPE_CHECKING:
+    from .serving_stages import ServedStage
+
 _BUSY = 0.8  # of the time of a device that a load may take, for requests come unevenly
 # A request wakes the thread of the batches, its answer wakes the caller, and what is done in Python
 # on the way takes as long again.
-_HANDOVERS = 3
-_WAITS = 2  # batches that a request may wait for: the one before, and its own
+HANDOVERS = 3
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,16 +58,35 @@ class ForwardStep(AbstractStep):
 
 @dataclass(frozen=True)
 class ServedBatch:
-    """A size of batch: how long one takes, and the dry run that says so."""
+    """A size of batch: how long one takes, and the dry run that says so.
+
+    Of a model in ``stages`` the latency is that of all of them, one after the other, and ``report``
+    is the dry run of the stage that takes the most memory.
+    """
 
     rows: int
     latency_s: float | None
     report: DryRun = field(repr=False)
+    stages: tuple[ServedStage, ...] = field(default=(), repr=False)
+
+    @property
+    def bottleneck(self) -> ServedStage | None:
+        """The slowest stage, for which all others wait; ``None`` where there are none, or times are
+        not known."""
+        times = {stage.number: stage.busy_s for stage in self.stages if stage.busy_s is not None}
+        if not times or len(times) < len(self.stages):
+            return None
+        return self.stages[max(times, key=lambda number: times[number])]
+
+    @property
+    def interval_s(self) -> float | None:
+        """Seconds from one batch to the next: all of its latency, or that of the slowest stage."""
+        return self.bottleneck.busy_s if self.bottleneck else self.latency_s
 
     @property
     def rows_per_s(self) -> float | None:
         """Rows per second of one copy of the model, batch after batch."""
-        return self.rows / self.latency_s if self.latency_s else None
+        return self.rows / self.interval_s if self.interval_s else None
 
 
 @dataclass(frozen=True)
@@ -91,7 +112,8 @@ class ServingReport:
     ``name`` is the model's, ``axes`` has the name and size of each axis of the mesh on the
     ``target``, and ``batches`` one entry per size of batch. Bytes are those of one device and
     exact; times are those of the roofline, without queue and network, and with what the server does
-    besides where the hardware was measured (:func:`~meshwright.calibrate`).
+    besides where the hardware was measured (:func:`~meshwright.calibrate`). Of a model in stages
+    bytes are those of the device that holds the most, and each batch has its ``stages``.
 
     >>> import jax, meshwright as mw
     >>> with mw.abstract():
@@ -110,8 +132,11 @@ class ServingReport:
 
     @property
     def weight_bytes(self) -> int:
-        """Parameters and state of one device."""
-        memory = self.batches[0].report.memory
+        """Parameters and state of one device; of stages, of the one that holds the most."""
+        first = self.batches[0]
+        if first.stages:
+            return max(stage.weight_bytes for stage in first.stages)
+        memory = first.report.memory
         return memory.parameter_bytes + memory.state_bytes
 
     @property
@@ -123,15 +148,17 @@ class ServingReport:
     def devices_for(self, rows_per_s: float, p99_s: float | None = None) -> Load:
         """The fewest devices for a rate of rows, none of which waits for long.
 
-        Half of ``p99_s`` is for the batch before. Raises :class:`~meshwright.PlanError` where no
-        batch is fast enough, or times are not known.
+        A request may wait for the batch before it, and then for its own. Raises
+        :class:`~meshwright.PlanError` where no batch is fast enough, or times are not known.
         """
         size = math.prod(count for _, count in self.axes)
         loads = []
         for batch in self.batches:
-            if batch.latency_s is None or batch.rows_per_s is None or batch.report.fits is False:
+            if batch.latency_s is None or batch.interval_s is None or not batch.rows_per_s:
                 continue
-            if p99_s is None or _WAITS * batch.latency_s <= p99_s:
+            if batch.report.fits is False:
+                continue
+            if p99_s is None or batch.interval_s + batch.latency_s <= p99_s:
                 copies = max(math.ceil(rows_per_s / (_BUSY * batch.rows_per_s)), 1)
                 loads.append(Load(batch.rows, copies, copies * size, batch.latency_s))
         if not loads:
@@ -142,10 +169,10 @@ class ServingReport:
                     f"no batch of {self.name!r} fits into a device of {self.target}. Cut the model "
                     "into more pieces, or serve fewer rows in a batch."
                 )
+            times = ", ".join(time_text(batch.latency_s) for batch in self.batches)
             raise PlanError(
                 f"no batch of {self.name!r} is answered{limit} on {self.target}: its times are "
-                f"{', '.join(_time(b.latency_s) for b in self.batches)}. Cut the model into more "
-                "pieces, or allow more time."
+                f"{times}. Cut the model into more pieces, or allow more time."
             )
         return min(loads, key=lambda load: (load.devices, load.latency_s))
 
@@ -190,8 +217,11 @@ class ServingReport:
             rate = "" if batch.rows_per_s is None else f", {batch.rows_per_s:,.0f} rows/s"
             verdict = f", {batch.report.verdict}" if batch.report.verdict else ""
             lines.append(
-                f"batch of {batch.rows}: {_time(batch.latency_s)}{rate}{peak_text}{verdict}"
+                f"batch of {batch.rows}: {time_text(batch.latency_s)}{rate}{peak_text}{verdict}"
             )
+            for stage in batch.stages:
+                slowest = " (the bottleneck)" if stage is batch.bottleneck else ""
+                lines.append(f"  {stage}{slowest}")
         return "\n".join(lines)
 
 
@@ -209,10 +239,8 @@ def serving_report(
     why = not_compiled(target, compile)
     batches = []
     for rows, step in steps:
-        if why:
-            report = report_of_graph(graph_of(rows), step, target, hardware, why)
-        else:
-            report = _compiled(step, target, hardware, timeout_s)
+        graph = graph_of(rows) if why else None
+        report = forward_report(step, target, hardware, graph, why, timeout_s)
         batches.append(ServedBatch(rows, _latency_s(report, hardware), report))
     _, first = steps[0]
     return ServingReport(first.program.name, target, first.placement.mesh.axes, tuple(batches))
@@ -222,15 +250,30 @@ def _latency_s(report: DryRun, hardware: Hardware) -> float | None:
     """The forward pass and what the server does besides, where that was measured."""
     if report.step_time_s is None:
         return None
-    return report.step_time_s + _HANDOVERS * (hardware.handover_s or 0.0)
+    return report.step_time_s + HANDOVERS * (hardware.handover_s or 0.0)
 
 
-def _compiled(step: ForwardStep, target: Target, hardware: Hardware, timeout_s: float) -> DryRun:
+def forward_report(
+    step: ForwardStep,
+    target: Target,
+    hardware: Hardware,
+    graph: Graph | None,
+    why: str,
+    timeout_s: float,
+) -> DryRun:
+    """The dry run of one forward pass: compiled, or by the model of its ``graph``, and ``why``."""
+    if graph is not None:
+        return report_of_graph(graph, step, target, hardware, why)
     try:
         return read(step, compile_abstract(step, target, timeout_s=timeout_s), hardware)
     except DoesNotFitError as error:
         return refused(step, target, hardware, error)
 
 
-def _time(seconds: float | None) -> str:
+def time_text(seconds: float | None) -> str:
+    """Seconds as text, also where they are not known.
+
+    >>> time_text(0.002), time_text(None)
+    ('2 ms', 'time unknown')
+    """
     return "time unknown" if seconds is None else seconds_text(seconds)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..data import put
 from ..errors import ModelError
-from ..frontends.inputs import leaf_names
+from ..frontends.inputs import TYPICAL_LENGTH, leaf_names
 from ..jaxprs.rows import RowsMixError, row_dims
 from ..launch.progress import inside
 from ..program import TrainState, shapes_of
@@ -26,7 +26,7 @@ from .turns import turn
 from .weights import Weights
 
 _MOST_SHAPES = 64  # that are compiled when a request first has them; the oldest are forgotten
-_LENGTHS = (4, 6)  # two sizes of a ragged dim, to see which dims of outputs follow it
+_LENGTHS = (TYPICAL_LENGTH, 6)  # two sizes of a ragged dim, to see which dims of outputs follow it
 _TIMED = 3  # batches of each size, of which the fastest counts
 
 

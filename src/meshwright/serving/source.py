@@ -15,6 +15,7 @@ import jax
 from ..checkpoint import CheckpointInfo, reader, restore_state
 from ..errors import ModelError, TopologyError
 from ..frontends.inputs import inputs_of
+from ..frontends.staged_forwards import served_pipeline
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
 from ..planning.search.plan import Plan
@@ -313,7 +314,7 @@ def source_of(
         return _of_keras(model, strategy, example, precision, make, values)
 
     _check_devices(strategy)
-    pipeline = _pipeline_of(strategy)
+    pipeline = served_pipeline(strategy)
     source = on(strategy) if pipeline is None else _by_stages(strategy, pipeline, on)
     return source if name is None else replace(source, name=name)
 
@@ -327,15 +328,6 @@ def _check_devices(strategy: Any) -> None:
             f"mw.create_mesh({dict(mesh.axes)!r}) in place of mw.Mesh, or "
             "strategy.serving(mesh) with a mesh that has devices."
         )
-
-
-def _pipeline_of(strategy: Any) -> Pipeline | None:
-    """The pipeline of a strategy or a plan, where its mesh has several stages."""
-    pipeline = getattr(getattr(strategy, "how", None), "pipeline", None)
-    if not isinstance(pipeline, Pipeline):
-        return None
-    mesh = strategy.mesh
-    return pipeline if pipeline.axis in mesh and mesh[pipeline.axis] > 1 else None
 
 
 def _by_stages(strategy: Any, pipeline: Pipeline, on: Callable[[Any], Source]) -> Source:

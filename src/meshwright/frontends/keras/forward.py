@@ -174,13 +174,21 @@ def _like(model: keras.Model, example: Any) -> Any:
     """The inputs in the structure that the model takes; see :class:`Input`."""
     if example is not None:
         return inputs_like(example)
-    tensors = _compat.input_tensors(model)
-    if tensors is None:
+    like = own_inputs(model)
+    if like is None:
         raise ModelError(
             f"the shapes of the inputs of model {model.name!r} are not known: pass example=, "
             "inputs of any number of rows, or let the function that builds it return "
             "(model, batch)."
         )
+    return like
+
+
+def own_inputs(model: keras.Model) -> Any:
+    """The inputs as the model itself says them, each an :class:`Input`; ``None`` if it does not."""
+    tensors = _compat.input_tensors(model)
+    if tensors is None:
+        return None
 
     def one(tensor: Any) -> Input:
         name = "" if _NAMED_BY_KERAS.fullmatch(tensor.name) else tensor.name

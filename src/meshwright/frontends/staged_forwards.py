@@ -1,0 +1,140 @@
+"""The forward pass of a model cut into stages, as shapes: as a server cuts it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from .. import _compat
+from ..layouts.mesh import Mesh
+from ..layouts.placement import Placement
+from ..planning.faults import tracing
+from ..planning.graph import Graph
+from ..planning.serving import ForwardStep
+from ..planning.serving_stages import StageStep
+from ..planning.traced_graph import graph_of_step
+from ..program import Program
+from ..stages.forward_line import Paths, Segments, crossing_shape, forward_cuts, forward_line
+from ..stages.line import Line
+from ..stages.pipeline import Pipeline
+from ..step.assemble import Assembly
+from ..step.platform import tracing_for
+from ..targets.target import Target
+from .forwards import Forwards
+from .inputs import TYPICAL_LENGTH
+
+
+def served_pipeline(strategy: Any) -> Pipeline | None:
+    """The pipeline that a strategy or a plan is served by, where its mesh has several stages.
+
+    >>> import meshwright as mw
+    >>> served_pipeline(mw.Sharded(mw.Mesh({"batch": 8}))) is None
+    True
+    """
+    pipeline = getattr(getattr(strategy, "how", None), "pipeline", None)
+    if not isinstance(pipeline, Pipeline):
+        return None
+    mesh = strategy.mesh
+    return pipeline if pipeline.axis in mesh and mesh[pipeline.axis] > 1 else None
+
+
+@dataclass(frozen=True, eq=False)
+class StagedForwards:
+    """The stages of a forward pass under a placement, for batches of any size.
+
+    Raises :class:`~meshwright.PipelineError` for a model that cannot be cut.
+    """
+
+    forwards: Forwards
+    placement: Placement
+    pipeline: Pipeline
+    target: Target
+    _graphs: dict[int, list[Graph]] = field(default_factory=dict)
+
+    def on(self, rows: int) -> list[StageStep]:
+        """The stages of a batch of this size, each on its own devices."""
+        return self._stages(self.forwards.on(self._steps, rows), rows, self.target.platform)
+
+    def graphs(self, rows: int) -> list[Graph]:
+        """The operations of each stage of a batch, as one device would do them."""
+        if rows not in self._graphs:
+            step = self.forwards.on(self.forwards.alone, rows)
+            with tracing(step.program.name):
+                stages = self._stages(step, rows, "cpu")
+                self._graphs[rows] = [graph_of_step(stage) for stage in stages]
+        return self._graphs[rows]
+
+    @functools.cached_property
+    def _steps(self) -> Assembly:
+        """The whole model on the devices of one stage."""
+        mesh = self.placement.mesh
+        axes = {**dict(mesh.axes), self.pipeline.axis: 1}
+        return self.forwards.steps(self.placement.on(Mesh(axes)))
+
+    @functools.cached_property
+    def _begins(self) -> tuple[Paths, ...]:
+        """The weights that each stage after the first is the first to read."""
+        steps, on = self._steps, self.target.platform
+        line = _line(steps, self._typical, on)
+        infos = (*steps.program.params, *steps.program.state)
+        stages = self.placement.mesh[self.pipeline.axis]
+        return forward_cuts(line, self.pipeline, stages, infos, on == "cpu")
+
+    @property
+    def _typical(self) -> Any:
+        """A batch of the size by which a server cuts the model."""
+        rows, model = self._steps.placement.mesh.size, self.forwards.model
+        if not isinstance(model, Program):
+            from .keras.forward import own_inputs
+
+            if (like := own_inputs(model)) is not None:
+
+                def shape(one: Any) -> Any:
+                    dims = (TYPICAL_LENGTH if size is None else size for size in one.shape[1:])
+                    return jax.ShapeDtypeStruct((rows, *dims), one.dtype)
+
+                return (jax.tree.map(shape, like),)
+        return self.forwards.batch(rows)
+
+    def _stages(self, whole: ForwardStep, rows: int, on: str) -> list[StageStep]:
+        line = _line(whole, whole.batch, on)
+        cuts = Segments(line, self._begins)
+        leaves = jax.tree.leaves(whole.batch)
+        crossing = [
+            tuple(crossing_shape(var.aval, rows, whole.placement) for var in values)
+            for values in cuts.boundaries[:-1]
+        ]
+        last = len(self._begins)
+        return [
+            StageStep(
+                _part(whole.program, cuts.weights(number)),
+                whole.placement,
+                whole.how,
+                batch=({n: leaves[n] for n in cuts.leaves(number)}, list(crossing[number])),
+                function=cuts.function(number),
+                leaving=crossing[number + 1] if number < last else (),
+                layer=_layer(line, self._begins[number - 1] if number else cuts.weights(0)),
+            )
+            for number in range(last + 1)
+        ]
+
+
+def _line(steps: Assembly, batch: Any, on: str) -> Line:
+    with _compat.keras_sees(on), tracing_for(on), tracing(steps.program.name):
+        return forward_line(steps.predict_step, steps.state.params, steps.state.state, batch)
+
+
+def _part(program: Program, weights: Paths) -> Program:
+    """The program with these weights alone."""
+    params, state = (
+        tuple(info for info in infos if info.path in weights)
+        for infos in (program.params, program.state)
+    )
+    return replace(program, params=params, state=state)
+
+
+def _layer(line: Line, paths: Paths) -> str:
+    return next(iter(line.in_order(paths)), "")
