@@ -52,6 +52,14 @@ def test_topologies_have_as_many_devices_as_targets_say():
     assert out.split() == [str(Target.from_string(name).num_devices) for name in names.split()]
 
 
+@pytest.mark.parametrize("target", ["v5e:1x1", "v5p:1x2x2"])
+def test_a_slice_that_is_less_than_the_usual_host_compiles(target):
+    mesh = mw.Mesh({"batch": Target.of(target).num_devices})
+    rows = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=mw.Layout(["batch"], mesh).sharding)
+    compiled = compile_ahead(jax.jit(lambda x: x.sum()), [rows], target)
+    assert len(compiled.collectives) == (mesh.size > 1)
+
+
 def test_a_mesh_of_two_axes_compiles_for_v4():
     """Its two cores are one device, as JAX wants them for such a mesh."""
     mesh = mw.Mesh({"batch": 2, "model": 2})

@@ -7,16 +7,19 @@ on any device.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import topology
 from ..errors import MeshwrightError
 
+_HOST = (2, 2, 1)  # chips of one host along each direction, for libtpu
 _MEGACORE = "megacore"  # both cores of a TPU v4 are one device where it runs, not as libtpu begins
 
 
@@ -80,8 +83,21 @@ def _devices(job: dict[str, Any], shape: tuple[int, ...]) -> list[Any]:
     if gpus := job.get("gpus"):
         platform = "cuda"
         details = {"topology": gpus["topology"], "target_config": gpus["config"]}
+    elif bounds := _host_bounds(job["topology"]):
+        details["chips_per_host_bounds"] = bounds
     there = topologies.get_topology_desc(name, platform=platform, **details)
     return topology.in_mesh_order(shape, there.devices)
+
+
+def _host_bounds(chips: Sequence[int]) -> list[int] | None:
+    """The chips of one host of a small TPU slice; ``None`` where they are as libtpu begins with.
+
+    >>> _host_bounds([1, 2]), _host_bounds([4, 4, 2])
+    ([1, 2, 1], None)
+    """
+    sizes = [*chips, 1, 1][: len(_HOST)]
+    bounds = [math.gcd(size, of_host) for size, of_host in zip(sizes, _HOST, strict=True)]
+    return None if bounds == list(_HOST) else bounds
 
 
 def _text(compiled: Any, dump: Path) -> str | None:
