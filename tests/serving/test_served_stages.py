@@ -274,6 +274,8 @@ def test_a_dry_run_says_of_each_stage_what_is_served(kind: str) -> None:
         assert other.received_bytes == stage.received_bytes
         assert other.report.flops == stage.report.flops
         assert other.report.peak_bytes == pytest.approx(stage.report.peak_bytes, rel=0.35)
+    apart = [note for note in batch.stages[0].report.notes if "next to each other" in note]
+    assert len(apart) == (kind == "blocks")  # whose first axis is that of the batch
     # What enters the second stage is what the first passes on: four rows of 8 numbers each.
     size = math.prod(x.shape[1:]) * (8 if kind == "eight bits" else 1)
     assert [stage.received_bytes for stage in batch.stages] == [0, 4 * 4 * size // (mesh.size // 2)]

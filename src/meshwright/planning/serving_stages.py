@@ -27,6 +27,10 @@ _NO_PART = (
     "a stage has {count} of the {whole} devices of {target}, and such a part of it is not "
     "known as a target, so its stages are not compiled"
 )
+_APART = (
+    "the devices of a stage are taken to lie next to each other, which they do where {axis!r} is "
+    "the first axis of the mesh: collectives within a stage may take longer here"
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,6 +143,13 @@ class _Between:
     target: Target
     hardware: Hardware
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is taken to be so, and may not be."""
+        outer = self.mesh.axis_names[: self.mesh.axis_names.index(self.axis)]
+        is_apart = any(self.mesh[axis] > 1 for axis in outer)
+        return (_APART.format(axis=self.axis),) if is_apart else ()
+
     def seconds(self, nbytes: int) -> float | None:
         """How long each device takes to send so much to the one at its place in the next stage."""
         if not nbytes:
@@ -154,7 +165,8 @@ def _stage(number: int, step: StageStep, report: DryRun, between: _Between) -> S
     receive_s = between.seconds(nbytes)
     if time_s is not None:
         time_s += (receive_s or 0.0) + (between.hardware.handover_s or 0.0)
-    named = replace(report, name=f"{report.name}, stage {number}")
+    notes = (*report.notes, *between.notes)
+    named = replace(report, name=f"{report.name}, stage {number}", notes=notes)
     return ServedStage(number, step.layer, nbytes, receive_s, time_s, named)
 
 
