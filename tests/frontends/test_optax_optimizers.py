@@ -87,10 +87,10 @@ def check(optimizer: Any, row: str) -> None:
         losses.append(float(logs["loss"]))
     params, expected = alone(optimizer)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    found = trainer.unpadded(state).params
+    actual = trainer.unpadded(state).params
     for path, value in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        np.testing.assert_allclose(found[name], value, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(actual[name], value, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(("name", "row"), list(zip(READ_THE_LOSS, ROWS, strict=True)))
@@ -135,19 +135,27 @@ def test_a_plan_for_such_an_optimizer_is_one_that_it_can_train_by() -> None:
     """Micro-batches would take less memory, as they do with another optimizer."""
     shapes = jax.eval_shape(parameters)
     rows = jax.ShapeDtypeStruct((4096, 64), "float32")
-    found = {}
+    choices = {}
     for name, optimizer in {"again": EVALUATE_AGAIN["line search"], "plain": optax.sgd(1)}.items():
         program = mw.jax_program(loss, shapes, optimizer)
         plan = mw.plan(program, rows, target="h100:8", axes="batch=8", objective="memory")
-        found[name] = plan.accumulate, plan.remat
-    assert found["again"] == (1, "none")
-    assert found["plain"][0] > 1
+        choices[name] = plan.accumulate, plan.remat
+    assert choices["again"] == (1, "none")
+    assert choices["plain"][0] > 1
 
 
 def test_an_update_that_lacks_the_loss_says_where_it_gets_it() -> None:
     program = mw.jax_program(loss, parameters(), EVALUATE_AGAIN["line search"])
     first = program.initial()
     with pytest.raises(ModelError, match=r"call trainer\.step or program\.own_step"):
+        program.update(first.params, first.params, first.slots)
+
+
+def test_changes_of_other_shapes_are_refused() -> None:
+    """It would take rows of the one weight for rows of the batch, and repeat the sum over them."""
+    program = mw.jax_program(loss, {"w": jnp.ones([4, 2])}, contrib.dpsgd(0.1, 1.0, 1.0, key=0))
+    first = program.initial()
+    with pytest.raises(ModelError, match=r"w has shape \(4, 2\); received .* shape \(2,\)"):
         program.update(first.params, first.params, first.slots)
 
 
@@ -163,12 +171,12 @@ def slots_by_path(params: Any, optimizer: Any) -> dict[str, tuple[str, str]]:
 def test_slots_of_no_one_parameter_are_shared_out_too() -> None:
     params = {"a": jax.ShapeDtypeStruct((64, 128), "float32"), "b": jnp.zeros([64, 64])}
     of_all = "[batch]", "slot of several parameters, or of a part of one, zero=1"
-    found = slots_by_path(params, optax.flatten(optax.adam(0.1)))
-    assert found == {"0/mu": of_all, "0/nu": of_all}
+    flat = slots_by_path(params, optax.flatten(optax.adam(0.1)))
+    assert flat == {"0/mu": of_all, "0/nu": of_all}
     small = slots_by_path(params, optax.adafactor(0.1, min_dim_size_to_factor=64))
     assert small["0/v_row/a"] == ("[unsharded]", "slot: replicated")
 
 
 def test_slots_of_a_lone_array_lie_as_it_does() -> None:
-    found = slots_by_path(jax.ShapeDtypeStruct((64, 128), "float32"), optax.adam(0.1))
-    assert found["0/mu"] == ("[batch, model]", "slot of params, zero=1")
+    slots = slots_by_path(jax.ShapeDtypeStruct((64, 128), "float32"), optax.adam(0.1))
+    assert slots["0/mu"] == ("[batch, model]", "slot of params, zero=1")

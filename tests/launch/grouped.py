@@ -97,8 +97,8 @@ def main() -> None:
         _, logs = trainer.train(trainer.init(), batches())
         if HOW == "asleep":
             meet(mesh)
-        seen = f"{float(logs['loss'])} {jax.process_count()} {jax.device_count()}"
-        sys.stdout.write(f"loss {seen}\n")  # at once: mpirun lets ranks write into one line
+        result = f"{float(logs['loss'])} {jax.process_count()} {jax.device_count()}"
+        sys.stdout.write(f"loss {result}\n")  # at once: mpirun lets ranks write into one line
         sys.stdout.flush()
     except mw.ProcessError as error:
         if jax.process_index() != FAILS:

@@ -88,6 +88,9 @@ def test_eight_bits_of_shapes_are_those_that_keras_makes_of_values() -> None:
         mw.dry_serve(model, X, precision="int8", **options)
     with pytest.raises(mw.ModelError, match=r"precision must be 'bfloat16', .*received 'int4'"):
         mw.dry_serve(model, X, precision="int4", **options)
+    for rows in ([], [8, 0]):
+        with pytest.raises(mw.BatchError, match="rows must list sizes of batches of at least 1"):
+            mw.dry_serve(model, X, **{**options, "rows": rows})
 
 
 @pytest.mark.parametrize("precision", [None, "bfloat16", "int8"])

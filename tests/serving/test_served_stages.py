@@ -259,7 +259,8 @@ def test_a_dry_run_says_of_each_stage_what_is_served(kind: str) -> None:
         ]
     likes = jax.ShapeDtypeStruct(x.shape, x.dtype)
     options |= {"strategy": how.on(mesh.abstract()), "target": f"cpu:{mesh.size}", "rows": [4]}
-    (batch,) = mw.dry_serve(model, likes, **options).batches
+    report = mw.dry_serve(model, likes, **options)
+    (batch,) = report.batches
     assert len(batch.stages) == 2
     for stage, part, served in zip(batch.stages, stages, compiled, strict=True):
         assert {held[f"cpu:{d.id}"] for d in part.stage.source.mesh.devices} == {stage.weight_bytes}
@@ -274,8 +275,10 @@ def test_a_dry_run_says_of_each_stage_what_is_served(kind: str) -> None:
         assert other.received_bytes == stage.received_bytes
         assert other.report.flops == stage.report.flops
         assert other.report.peak_bytes == pytest.approx(stage.report.peak_bytes, rel=0.35)
-    apart = [note for note in batch.stages[0].report.notes if "next to each other" in note]
-    assert len(apart) == (kind == "blocks")  # whose first axis is that of the batch
+    # The first axis of one mesh is that of the batch.
+    assert ("note: the devices of a stage are taken to lie next to" in str(report)) == (
+        kind == "blocks"
+    )
     # What enters the second stage is what the first passes on: four rows of 8 numbers each.
     size = math.prod(x.shape[1:]) * (8 if kind == "eight bits" else 1)
     assert [stage.received_bytes for stage in batch.stages] == [0, 4 * 4 * size // (mesh.size // 2)]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import ModelError
+from ..errors import BatchError, ModelError
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
 from ..planning.dry_run import Blocks, DryRun, dry_run_of
@@ -94,7 +94,8 @@ def dry_serve(
     weights are exact. ``precision`` is that of a :class:`~meshwright.Server`.
     ``hardware`` takes the place of what is known of the target's chips, and the compiler has
     ``timeout_s`` seconds. Raises :class:`~meshwright.ModelError` for any other ``precision``,
-    :class:`~meshwright.TargetError` and :class:`~meshwright.CompileError`.
+    :class:`~meshwright.BatchError` for no rows, :class:`~meshwright.TargetError` and
+    :class:`~meshwright.CompileError`.
 
     >>> import jax, keras, meshwright as mw
     >>> with mw.abstract():
@@ -117,6 +118,8 @@ def dry_serve(
         raise ModelError(
             f"precision must be 'bfloat16', 'float16', 'int8' or None; received {precision!r}."
         )
+    if not rows or min(rows) < 1:
+        raise BatchError(f"rows must list sizes of batches of at least 1; received {list(rows)}.")
     forwards = Forwards(model, inputs, precision)
     hardware = hardware or hardware_of(target)
     if (pipeline := served_pipeline(strategy)) is not None:

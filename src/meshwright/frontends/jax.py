@@ -233,7 +233,9 @@ class _Functions:
                 "call trainer.step or program.own_step. Those that need a gradient for each row "
                 "(dpsgd), or trees of another structure (lookahead), are not supported."
             ) from error
-        moved = {path: _moved(values[path], by) for path, by in tree.named(changes).items()}
+        by_path = tree.named(changes)
+        _check_shapes(by_path, values)
+        moved = {path: _moved(values[path], change) for path, change in by_path.items()}
         return moved, {**slot_tree.named(new), **self.extras.after_step(slots)}
 
 
@@ -271,6 +273,24 @@ def _value_and_logs(result: Any) -> tuple[Any, Logs]:
     if "loss" in logs:
         raise ModelError("'loss' is the name of the loss itself in the logs; choose another name.")
     return value, dict(logs)
+
+
+def _check_shapes(changes: Arrays, values: Arrays) -> None:
+    """Raise :class:`~meshwright.ModelError` where adding a change would repeat it over a parameter.
+
+    ``optax.contrib.dpsgd`` takes the first dim of each gradient for rows, and sums over it.
+    """
+    lines = [
+        f"  {path} has shape {jnp.shape(values[path])}; received a change of shape {shape}"
+        for path, change in changes.items()
+        if (shape := jnp.shape(change)) != jnp.shape(values[path])
+    ]
+    if lines:
+        listed = "\n".join(lines)
+        raise ModelError(
+            "the optimizer changes parameters by arrays of other shapes, as those do that need a "
+            f"gradient for each row (dpsgd), which is not supported:\n{listed}"
+        )
 
 
 def _moved(value: Any, change: Any) -> Any:

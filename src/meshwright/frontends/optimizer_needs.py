@@ -1,8 +1,8 @@
 """What the update of an optimizer needs beside gradients, slots and parameters.
 
 Transformations of Optax take extra arguments by name, and chains of them take any. So the signature
-does not say whether one of them reads the loss. Its functions are searched for the words, which is
-cheap, and only where one is there is the update traced, which says it for certain.
+does not say whether one of them reads the loss. To trace the update says it for certain, but takes
+2 s for AdamW with 300 arrays. So its functions are searched for the words first.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ class ServingReport:
     ``target``, and ``batches`` one entry per size of batch. Bytes are those of one device and
     exact; times are those of the roofline, without queue and network, and with what the server does
     besides where the hardware was measured (:func:`~meshwright.calibrate`). Of a model in stages
-    bytes are those of the device that holds the most, and each batch has its ``stages``.
+    bytes are those of the device that holds the most, and each batch has its ``stages``. ``notes``
+    say what is taken to be so.
 
     >>> import jax, meshwright as mw
     >>> with mw.abstract():
@@ -129,6 +130,7 @@ class ServingReport:
     target: Target
     axes: tuple[tuple[str, int], ...]
     batches: tuple[ServedBatch, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -222,7 +224,7 @@ class ServingReport:
             for stage in batch.stages:
                 slowest = " (the bottleneck)" if stage is batch.bottleneck else ""
                 lines.append(f"  {stage}{slowest}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def serving_report(

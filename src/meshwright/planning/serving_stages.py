@@ -122,16 +122,16 @@ def staged_report(
     run = functools.partial(
         forward_report, target=part or target, hardware=hardware, why=why, timeout_s=timeout_s
     )
-    batches = []
+    between, batches = _Between(mesh, axis, target, hardware), []
     for rows, of_stages in steps:
         graphs = graphs_of(rows) if why else [None] * len(of_stages)
         stages = tuple(
-            _stage(number, step, run(step, graph=graph), _Between(mesh, axis, target, hardware))
+            _stage(number, step, run(step, graph=graph), between)
             for number, (step, graph) in enumerate(zip(of_stages, graphs, strict=True))
         )
         batches.append(_batch(rows, stages, hardware))
     _, (first, *_) = steps[0]
-    return ServingReport(first.program.name, target, mesh.axes, tuple(batches))
+    return ServingReport(first.program.name, target, mesh.axes, tuple(batches), between.notes)
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,12 @@ class _Between:
 
 
 def _stage(number: int, step: StageStep, report: DryRun, between: _Between) -> ServedStage:
-    nbytes, time_s = step.received_bytes, report.step_time_s
+    nbytes, busy_s = step.received_bytes, None
     receive_s = between.seconds(nbytes)
-    if time_s is not None:
-        time_s += (receive_s or 0.0) + (between.hardware.handover_s or 0.0)
-    notes = (*report.notes, *between.notes)
-    named = replace(report, name=f"{report.name}, stage {number}", notes=notes)
-    return ServedStage(number, step.layer, nbytes, receive_s, time_s, named)
+    if report.step_time_s is not None and receive_s is not None:
+        busy_s = receive_s + report.step_time_s + (between.hardware.handover_s or 0.0)
+    named = replace(report, name=f"{report.name}, stage {number}")
+    return ServedStage(number, step.layer, nbytes, receive_s, busy_s, named)
 
 
 def _batch(rows: int, stages: tuple[ServedStage, ...], hardware: Hardware) -> ServedBatch:

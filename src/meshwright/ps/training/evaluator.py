@@ -175,12 +175,12 @@ class SidecarEvaluator:
 
 
 def _is_list_of_batches(data: Any) -> bool:
-    """Whether it is a list of tuples; a list of two arrays is ``(x, y)``, as for Keras.
+    """Whether it is a list of batches; a list of arrays is ``[x, y]``, as for Keras.
 
     >>> _is_list_of_batches([(1, 2), (3, 4)]), _is_list_of_batches([np.ones(2), np.ones(2)])
     (True, False)
     """
-    return isinstance(data, list) and bool(data) and isinstance(data[0], tuple)
+    return isinstance(data, list) and not (data and hasattr(data[0], "shape"))
 
 
 def _is_over(evaluations: list[Evaluation], most: int | None) -> bool:
