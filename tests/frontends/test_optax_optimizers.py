@@ -152,8 +152,9 @@ def test_an_update_that_lacks_the_loss_says_where_it_gets_it() -> None:
 
 
 def test_changes_of_other_shapes_are_refused() -> None:
-    """It would take rows of the one weight for rows of the batch, and repeat the sum over them."""
-    program = mw.jax_program(loss, {"w": jnp.ones([4, 2])}, contrib.dpsgd(0.1, 1.0, 1.0, key=0))
+    """As ``dpsgd`` makes them: it takes the first dim for that of rows, and sums over it."""
+    sums = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g.sum(0), grads))
+    program = mw.jax_program(loss, {"w": jnp.ones([4, 2])}, sums)
     first = program.initial()
     with pytest.raises(ModelError, match=r"w has shape \(4, 2\); received .* shape \(2,\)"):
         program.update(first.params, first.params, first.slots)
