@@ -302,6 +302,7 @@ def test_the_slowest_stage_sets_the_rows_per_second() -> None:
     assert batch.bottleneck is second
     assert batch.rows_per_s == pytest.approx(64 / second.busy_s)
     text = str(report)
+    assert "estimated, nothing was compiled: " in text
     assert "stage 1, from block_1/kernel: " in text
     assert text.endswith("(the bottleneck)")
     assert (

@@ -209,8 +209,10 @@ class ServingReport:
 
     def __str__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self.axes)
+        why = self.batches[0].report.not_compiled
         lines = [
             f"{self.name} served on {self.target} ({axes})",
+            *([f"estimated, nothing was compiled: {why}"] if why else []),
             f"weights of a device: {bytes_text(self.weight_bytes)}",
         ]
         for batch in self.batches:
