@@ -111,9 +111,13 @@ def pytest_runtest_teardown() -> None:
     """Let compiled programs go where there are too many."""
     global _ended
     _ended += 1
-    if _ended % _LOOK_EVERY == 0 and (_maps() > _CROWDED or _resident_bytes() > _LARGE_BYTES):
+    if _ended % _LOOK_EVERY:
+        return
+    if _maps() > _CROWDED or _resident_bytes() > _LARGE_BYTES:
+        gc.unfreeze()
         jax.clear_caches()
-        gc.collect()
+    gc.collect()
+    gc.freeze()
 
 
 def _maps() -> int:

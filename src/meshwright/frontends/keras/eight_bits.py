@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,13 @@ def quantized(
     ``names`` are the lasting names of the paths in ``state``, which may hold a part of the model.
     Kernels are quantized where they lie.
     """
-    model = make()
+    with _sparing_the_collector():
+        return _quantized(strategy, make(), state, names)
+
+
+def _quantized(
+    strategy: Sharded, model: keras.Model, state: TrainState, names: LastingNames
+) -> dict[str, Any]:
     variables = KerasVariables.of(model).under(strategy.placement)
     theirs = LastingNames.of(model, variables)
     by_name = {
@@ -115,7 +122,7 @@ def quantized_shapes(
     """
     _compat.install_keras_hooks(Hooks())
     opening = f"precision='int8' is not supported for model {model.name!r}"
-    with _quantizing_shapes(), _quietly():
+    with _sparing_the_collector(), _quantizing_shapes(), _quietly():
         try:
             copy = (make or fresh_copy(model))()
         except (NotImplementedError, TypeError) as error:
@@ -144,6 +151,23 @@ def _quantizing_shapes() -> Iterator[None]:
     """While the block runs, what Keras makes and quantizes is shapes only."""
     with _EightBitsRoom().open(), _compat.quantizing_shapes():
         yield
+
+
+@contextlib.contextmanager
+def _sparing_the_collector() -> Iterator[None]:
+    """Keras collects garbage for each weight that it replaces: it looks at new objects only.
+
+    What was there before is left out, with JAX and Keras themselves, unless a part of it is left
+    out already: a server's, which would never get rid of its last version.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager
