@@ -112,9 +112,7 @@ def test_the_flops_of_a_transformer_are_those_of_the_formula(layout, remat, scan
 
 
 @pytest.mark.targets
-@pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "remat", "scanned"), CASES)
 def test_so_they_are_where_products_are_convolutions(layout, remat, scanned):
     pytest.importorskip("libtpu", reason="pip install 'meshwright[tpu]'")
     whole, again = formula(remat)

@@ -192,7 +192,7 @@ def test_few_blocks_that_are_computed_again_hold_as_much_as_the_whole():
     """Their inputs alone, though each holds far more while it is computed again."""
     few, whole = (
         dry_run(
-            attention_net(8),
+            attention_net(5),
             shapes(ROWS, LENGTH, WIDTH),
             strategy=mw.DataParallel(mw.Mesh({"batch": 8}), zero=3, remat="block"),
             target="v5e:2x4",
@@ -200,7 +200,7 @@ def test_few_blocks_that_are_computed_again_hold_as_much_as_the_whole():
         )
         for blocks in ("few", "whole")
     )
-    assert few.blocks.count == 8
+    assert few.blocks.count == 5
     assert few.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
     scores = ROWS * HEADS * LENGTH * LENGTH * 4 // 8
     assert whole.peak_bytes < 4 * scores

