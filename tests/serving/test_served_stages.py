@@ -310,5 +310,3 @@ def test_the_slowest_stage_sets_the_rows_per_second() -> None:
     )
     with pytest.raises(mw.PlanError, match="is answered within"):
         report.devices_for(1, second.busy_s + 0.99 * batch.latency_s)
-    with pytest.raises(mw.PlanError, match=r"(?s)Plans for serving have no stages.*dry_serve"):
-        mw.plan(build(), like, target="h100:2", objective="latency", memory_limit=100)

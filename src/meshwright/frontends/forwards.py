@@ -18,6 +18,8 @@ from ..planning.graph import Graph
 from ..planning.serving import ForwardStep
 from ..planning.traced_graph import graph_of_step
 from ..program import Program
+from ..stages.forward_line import Paths
+from ..stages.line import Line
 from ..step.assemble import Assembly, assemble
 
 _ONE_DEVICE = Mesh({"batch": 1})
@@ -35,6 +37,8 @@ class Forwards:
     inputs: Any
     precision: str | None = None
     graphs: dict[int, Graph] = field(default_factory=dict)
+    lines: dict[int, Line] = field(default_factory=dict)
+    stage_graphs: dict[tuple[int, tuple[Paths, ...]], list[Graph]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.precision is not None and isinstance(self.model, Program):

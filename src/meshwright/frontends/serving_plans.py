@@ -1,4 +1,4 @@
-"""Plans for serving: mesh, layouts, precision and sizes of batches of the forward pass."""
+"""Plans for serving: mesh, layouts, stages, precision and batches of the forward pass."""
 
 from __future__ import annotations
 
@@ -17,26 +17,22 @@ from ..planning.search.plan import Option, Plan, PlannedBatch, Reason, Serving
 from ..planning.search.planner import plan_step
 from ..planning.search.setting import UnknownTimesError
 from ..planning.search.verification import DryRunOf, NoReport
-from ..planning.serving import ServingReport, serving_report
+from ..planning.serving import ServedBatch, ServingReport, serving_report
+from ..planning.serving_stages import staged_report
 from ..program import Program
 from ..targets.hardware import Hardware
 from ..targets.parts import part_with, smaller_parts
 from ..targets.target import Target
 from ..units import bytes_text, seconds_text
 from .forwards import Forwards
+from .staged_forwards import StagedForwards, served_pipeline
+from .staged_plans import IN_STAGES, WITHOUT_STAGES, in_stages, stage_counts
 
 _WORTH = 1.1  # times as fast as a wider type, which a narrower one must be
 _FREE = 1.1  # of the time of a batch, which a larger one may take before both are compiled
 _MORE = 1.02  # times the rows per second of a smaller batch, which a larger one must have
 _ROOM = 1.1  # times what a batch lacks, to look for a plan that has it
 _WORSE = 2  # counts of devices one after the other that are worse than fewer, before none is tried
-
-
-_NO_STAGES = (
-    "Plans for serving have no stages. A dry run says whether the model fits in some: "
-    'mw.dry_serve(..., strategy=mw.Sharded(mesh, pipeline=mw.Pipeline("stage", 2))), or '
-    "meshwright dry-run --serve --mesh stage=2,batch=4 --pipeline stage."
-)
 
 
 class _Served(NamedTuple):
@@ -85,7 +81,9 @@ class Question:
         time_s = _time(plan.chosen)
         if time_s is None:
             return float("inf")
-        return time_s if self.goal.aim == "latency" else time_s / self.copies(plan)
+        if self.goal.aim == "latency":
+            return time_s
+        return (plan.chosen.interval_s or time_s) / self.copies(plan)
 
 
 def plan_serving(model: Any, inputs: Any, question: Question) -> tuple[Plan, Forwards]:
@@ -105,8 +103,6 @@ def plan_serving(model: Any, inputs: Any, question: Question) -> tuple[Plan, For
     if not candidates:
         lines = [f"{_named(precision)}: {error}" for precision, error in faults.items()]
         lines = lines if len(faults) > 1 else [str(next(iter(faults.values())))]
-        if question.target.num_devices > 1:
-            lines.append(_NO_STAGES)
         raise PlanError("\n".join(lines))
     best = functools.reduce(
         lambda wider, other: (
@@ -115,6 +111,7 @@ def plan_serving(model: Any, inputs: Any, question: Question) -> tuple[Plan, For
         candidates,
     )
     best, report = _fitting(best, question)
+    best = best._replace(plan=_verified(best.plan, report, question))
     batches, left_out = _worthwhile(report, question)
     serving = Serving(question.planned_rows, question.copies(best.plan), best.precision, batches)
     why = _why(best, candidates, faults, question)
@@ -148,6 +145,20 @@ def _fitting(best: _Served, question: Question) -> tuple[_Served, ServingReport]
     return (other, again) if fits else (best, report)
 
 
+def _verified(plan: Plan, report: ServingReport, question: Question) -> Plan:
+    """The plan with what a compiler said of its stages; others were compiled as they were found."""
+    batch = next((b for b in report.batches if b.rows >= question.planned_rows), report.batches[-1])
+    if not batch.stages or batch.report.is_analytic:
+        return plan
+    chosen = replace(
+        plan.chosen,
+        dry_run_time_s=batch.latency_s,
+        dry_run_peak_bytes=batch.report.peak_bytes,
+        interval_s=batch.interval_s,
+    )
+    return replace(plan, chosen=chosen)
+
+
 def _of_all_rows(served: _Served, question: Question) -> ServingReport:
     """The dry run of the batches that are asked for, in sizes that a server rounds them to."""
     shards = math.prod(dict(served.plan.axes)[axis] for axis in served.plan.batch)
@@ -171,21 +182,24 @@ def _precisions(model: Any, question: Question) -> tuple[str | None, ...]:
 
 
 def _layouts(forwards: Forwards, question: Question) -> Plan:
-    """The best layouts for the batch that is planned for."""
+    """The best layouts, and stages, for the batch that is planned for."""
     targets = [
         target
         for target in _parts(question)
         if target == question.target or _has_room(target, forwards.weight_bytes, question)
     ]
+    searches = 2 if _may_have_stages(forwards, question) else 1
+    within_stages = _WithinStages(forwards, question, question.limit_s / len(targets) / searches)
     best, worse = None, 0
     fault: PlanError | None = None
     others = list[Option]()
     for target in targets:
         try:
-            plan = _searched(forwards, question, target, question.limit_s / len(targets))
+            plan, *rest = _ways(forwards, question, target, within_stages)
         except PlanError as error:
             fault = error
             continue
+        others += [other.chosen for other in rest]
         if best is None or question.rank(plan) < question.rank(best):
             others += [] if best is None else [best.chosen]
             best, worse = plan, 0
@@ -197,6 +211,11 @@ def _layouts(forwards: Forwards, question: Question) -> Plan:
     if best is None:
         assert fault is not None
         raise fault
+    return _beside_others(best, others, question)
+
+
+def _beside_others(best: Plan, others: Sequence[Option], question: Question) -> Plan:
+    """The plan with the best of what else was looked at, and how it is with or without stages."""
     ranked = sorted(
         (*best.runners_up, *others),
         key=lambda option: question.rank(replace(best, chosen=option)),
@@ -204,7 +223,77 @@ def _layouts(forwards: Forwards, question: Question) -> Plan:
     distinct = {
         option.layouts: option for option in ranked if option.layouts != best.chosen.layouts
     }
-    return replace(best, runners_up=tuple(distinct.values())[:2])
+    is_staged = best.chosen.pipeline is not None
+    otherwise = [o for o in distinct.values() if (o.pipeline is not None) != is_staged]
+    name = WITHOUT_STAGES if is_staged else IN_STAGES
+    classics = (*best.classics, *((name, option) for option in otherwise[:1]))
+    return replace(best, runners_up=tuple(distinct.values())[:2], classics=classics)
+
+
+def _may_have_stages(forwards: Forwards, question: Question) -> bool:
+    """Whether one device does not hold the weights: else copies of the whole are never worse."""
+    limit_bytes = question.limit_bytes
+    return question.axes is None and limit_bytes is not None and forwards.weight_bytes > limit_bytes
+
+
+@dataclass(frozen=True)
+class _WithinStages:
+    """Plans of a part of the target as one of several stages."""
+
+    forwards: Forwards
+    question: Question
+    limit_s: float
+
+    def __call__(self, part: Target, memory_limit: int) -> Plan:
+        return self._alone if part.num_devices == 1 else self._plan(part, memory_limit)
+
+    @functools.cached_property
+    def _alone(self) -> Plan:
+        """That of one device, which is the same for any number of stages."""
+        target, limit_bytes = self.question.target, self.question.limit_bytes
+        part = part_with(target, 1)
+        assert part is not None
+        assert limit_bytes is not None
+        return self._plan(part, target.num_devices * limit_bytes)
+
+    def _plan(self, part: Target, memory_limit: int) -> Plan:
+        within = replace(self.question, memory_limit=memory_limit, verify=0)
+        return _searched(self.forwards, within, part, self.limit_s)
+
+
+def _ways(
+    forwards: Forwards, question: Question, target: Target, within_stages: _WithinStages
+) -> list[Plan]:
+    """Plans of one part of the target, the best first: whole, and in stages where one device does
+    not hold the weights."""
+    limit_bytes, counts = question.limit_bytes, list[int]()
+    if _may_have_stages(forwards, question):
+        counts = sorted(stage_counts(target), reverse=question.goal.aim == "throughput")
+    plans, faults = list[Plan](), list[PlanError]()
+    try:
+        plans.append(_searched(forwards, question, target, within_stages.limit_s))
+    except PlanError as error:
+        faults.append(error)
+
+    def costed(plan: Plan) -> ServedBatch:
+        rows = (question.planned_rows,)
+        report = _report(forwards, plan, question, compile=False, rows=rows, is_rough=True)
+        return report.batches[0]
+
+    staged = list[Plan]()
+    for count in counts:
+        assert limit_bytes is not None
+        try:
+            plan = in_stages(count, target, limit_bytes, within_stages, costed)
+        except PlanError as error:
+            faults.append(error)
+            continue
+        staged.append(plan)
+        if question.rank(plan) > min(map(question.rank, staged)):
+            break  # more of the same is worse still, and each count is traced
+    if not plans and not staged:
+        raise PlanError("\n".join(map(str, faults)))
+    return sorted((*plans, *staged), key=question.rank)
 
 
 def _parts(question: Question) -> Iterator[Target]:
@@ -258,10 +347,23 @@ def _report(
     *,
     compile: bool,
     rows: Iterable[int],
+    is_rough: bool = False,
 ) -> ServingReport:
     """The dry run of serving by a plan."""
-    steps = forwards.steps(plan.placement())
     part = part_with(question.target, plan.mesh.size)
+    if (pipeline := served_pipeline(plan)) is not None:
+        staged = StagedForwards(forwards, plan.placement(), pipeline, question.target, is_rough)
+        return staged_report(
+            [(count, staged.on(count)) for count in rows],
+            plan.mesh,
+            pipeline.axis,
+            part or question.target,
+            question.hardware,
+            compile=compile and part is not None,
+            timeout_s=question.timeout_s,
+            graphs_of=staged.graphs,
+        )
+    steps = forwards.steps(plan.placement())
     return serving_report(
         [(count, forwards.on(steps, count)) for count in rows],
         part or question.target,
@@ -277,7 +379,15 @@ def _worthwhile(
 ) -> tuple[tuple[PlannedBatch, ...], tuple[str, ...]]:
     """The batches that are worth compiling, and why others are not."""
     limit_bytes, planned = question.limit_bytes, question.planned_rows
-    batches = [PlannedBatch(b.rows, b.latency_s, b.report.peak_bytes) for b in report.batches]
+    batches = [
+        PlannedBatch(
+            batch.rows,
+            batch.latency_s,
+            batch.report.peak_bytes,
+            batch.interval_s if batch.stages else None,
+        )
+        for batch in report.batches
+    ]
     worthwhile, notes = list[PlannedBatch](), list[str]()
     for batch, larger in itertools.zip_longest(batches, batches[1:]):
         if batch.rows != planned and _is_over(batch, limit_bytes):
@@ -334,7 +444,11 @@ def _why(
             f"best, on {_devices(other.plan.chosen.num_devices)}"
         )
     changes += [f"{_named(precision)} does not fit" for precision in faults]
-    return (Reason(f"precision {_named(best.precision)}", tuple(changes)),) if changes else ()
+    why = [Reason(f"precision {_named(best.precision)}", tuple(changes))] if changes else []
+    plan = best.plan
+    if plan.chosen.pipeline is not None and WITHOUT_STAGES not in plan.named:
+        why.append(Reason("stages", ("without them nothing fits",)))
+    return tuple(why)
 
 
 def _devices(count: int) -> str:

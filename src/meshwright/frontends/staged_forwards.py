@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -45,27 +45,42 @@ def served_pipeline(strategy: Any) -> Pipeline | None:
 class StagedForwards:
     """The stages of a forward pass under a placement, for batches of any size.
 
-    Raises :class:`~meshwright.PipelineError` for a model that cannot be cut.
+    They are cut as a server cuts them, or with ``is_rough`` as one device would run the batch: for
+    a search, as the model is then traced once for all placements, but not to be compiled. Raises
+    :class:`~meshwright.PipelineError` for a model that cannot be cut.
     """
 
     forwards: Forwards
     placement: Placement
     pipeline: Pipeline
     target: Target
-    _graphs: dict[int, list[Graph]] = field(default_factory=dict)
+    is_rough: bool = False
 
     def on(self, rows: int) -> list[StageStep]:
         """The stages of a batch of this size, each on its own devices."""
-        return self._stages(self.forwards.on(self._steps, rows), rows, self.target.platform)
+        whole = self.forwards.on(self._steps, rows)
+        if self.is_rough:
+            return self._stages(whole, rows, self._line_alone(rows))
+        return self._stages(whole, rows, _line(whole, whole.batch, self.target.platform))
 
     def graphs(self, rows: int) -> list[Graph]:
         """The operations of each stage of a batch, as one device would do them."""
-        if rows not in self._graphs:
+        line, graphs = self._line_alone(rows), self.forwards.stage_graphs
+        begins = self._begins(line)
+        if (rows, begins) not in graphs:
             step = self.forwards.on(self.forwards.alone, rows)
             with tracing(step.program.name):
-                stages = self._stages(step, rows, "cpu")
-                self._graphs[rows] = [graph_of_step(stage) for stage in stages]
-        return self._graphs[rows]
+                stages = self._stages(step, rows, line)
+                graphs[rows, begins] = [graph_of_step(stage) for stage in stages]
+        return graphs[rows, begins]
+
+    def _line_alone(self, rows: int) -> Line:
+        """The operations of a batch as one device does them; traced once for all placements."""
+        lines = self.forwards.lines
+        if rows not in lines:
+            step = self.forwards.on(self.forwards.alone, rows)
+            lines[rows] = _line(step, step.batch, "cpu")
+        return lines[rows]
 
     @functools.cached_property
     def _steps(self) -> Assembly:
@@ -74,11 +89,16 @@ class StagedForwards:
         axes = {**dict(mesh.axes), self.pipeline.axis: 1}
         return self.forwards.steps(self.placement.on(Mesh(axes)))
 
-    @functools.cached_property
-    def _begins(self) -> tuple[Paths, ...]:
+    def _begins(self, line: Line) -> tuple[Paths, ...]:
         """The weights that each stage after the first is the first to read."""
+        return self._cut(line) if self.is_rough else self._as_served
+
+    @functools.cached_property
+    def _as_served(self) -> tuple[Paths, ...]:
+        return self._cut(_line(self._steps, self._typical, self.target.platform))
+
+    def _cut(self, line: Line) -> tuple[Paths, ...]:
         steps, on = self._steps, self.target.platform
-        line = _line(steps, self._typical, on)
         infos = (*steps.program.params, *steps.program.state)
         stages = self.placement.mesh[self.pipeline.axis]
         return forward_cuts(line, self.pipeline, stages, infos, on == "cpu")
@@ -99,15 +119,15 @@ class StagedForwards:
                 return (jax.tree.map(shape, like),)
         return self.forwards.batch(rows)
 
-    def _stages(self, whole: ForwardStep, rows: int, on: str) -> list[StageStep]:
-        line = _line(whole, whole.batch, on)
-        cuts = Segments(line, self._begins)
+    def _stages(self, whole: ForwardStep, rows: int, line: Line) -> list[StageStep]:
+        begins = self._begins(line)
+        cuts = Segments(line, begins)
         leaves = jax.tree.leaves(whole.batch)
         crossing = [
             tuple(crossing_shape(var.aval, rows, whole.placement) for var in values)
             for values in cuts.boundaries[:-1]
         ]
-        last = len(self._begins)
+        last = len(begins)
         return [
             StageStep(
                 _part(whole.program, cuts.weights(number)),
@@ -116,7 +136,7 @@ class StagedForwards:
                 batch=({n: leaves[n] for n in cuts.leaves(number)}, list(crossing[number])),
                 function=cuts.function(number),
                 leaving=crossing[number + 1] if number < last else (),
-                layer=_layer(line, self._begins[number - 1] if number else cuts.weights(0)),
+                layer=_layer(line, begins[number - 1] if number else cuts.weights(0)),
             )
             for number in range(last + 1)
         ]

@@ -132,13 +132,14 @@ def _table(columns: dict[str, Option], plan: Plan) -> Columns:
     if trains:
         row("ZeRO", lambda option: str(option.zero))
         row("micro-batches", lambda option: str(micro_batches(option)))
-    if any(option.pipeline is not None for option in options):
-        row("schedule", schedule_text)
-    if trains:
+        if any(option.pipeline is not None for option in options):
+            row("schedule", schedule_text)
         row("remat", lambda option: option.remat)
     row(pass_name, lambda option: seconds_text(option.time_s))
     row("compute", lambda option: seconds_text(option.compute_s))
     row("collectives", lambda option: seconds_text(option.communication_s))
+    if any(option.interval_s is not None for option in options):
+        row("next batch", lambda option: seconds_text(option.interval_s or option.time_s))
     if not trains:
         row("of all copies", lambda option: rate_text(plan.rows_per_s(option)))
     row("peak", lambda option: bytes_text(option.peak_bytes))

@@ -33,6 +33,7 @@ class Option:
     ``rules`` give the axes of each family of dims that is split. The stages of a ``pipeline`` lie
     along the axis that it names, each with its equal share of the model's blocks.
     ``dry_run_time_s`` and ``dry_run_peak_bytes`` are those of a dry run, where one was made.
+    Served in stages, a batch takes ``time_s`` and the next one follows after ``interval_s``.
     """
 
     axes: Axes
@@ -47,6 +48,7 @@ class Option:
     dry_run_time_s: float | None = None
     dry_run_peak_bytes: int | None = None
     pipeline: Pipeline | None = None
+    interval_s: float | None = None
 
     @property
     def num_devices(self) -> int:
@@ -66,11 +68,15 @@ class Option:
 
 
 class PlannedBatch(NamedTuple):
-    """A size of batch that is served: how long one takes, and what a device holds at most."""
+    """A size of batch that is served: how long one takes, and what a device holds at most.
+
+    In stages the next one follows after ``interval_s``.
+    """
 
     rows: int
     latency_s: float | None
     peak_bytes: int | None
+    interval_s: float | None = None
 
     @property
     def rows_per_s(self) -> float | None:
@@ -79,7 +85,8 @@ class PlannedBatch(NamedTuple):
         >>> PlannedBatch(8, 0.5, None).rows_per_s
         16.0
         """
-        return self.rows / self.latency_s if self.latency_s else None
+        each_s = self.interval_s or self.latency_s
+        return self.rows / each_s if each_s else None
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,7 @@ class Plan(Viewable):
     def rows_per_s(self, option: Option) -> float | None:
         """Of a plan that serves: what copies of an option on all devices answer together."""
         time_s = option.time_s if option.dry_run_time_s is None else option.dry_run_time_s
+        time_s = option.interval_s or time_s
         if self.serving is None or not time_s:
             return None
         copies = self.serving.copies * self.chosen.num_devices // option.num_devices

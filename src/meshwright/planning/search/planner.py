@@ -273,7 +273,10 @@ class _Question:
         graph, target, problem = request.graph, request.target, request.problem
         plans = []
         for candidate in candidates:
-            setting = request.setting(candidate.layouts.axes)
+            why: tuple[Reason, ...] = ()
+            if self.verify or not plans:  # else it is a runner-up for good
+                setting = request.setting(candidate.layouts.axes)
+                why = reasons(problem, setting, candidate.layouts)
             plans.append(
                 Plan(
                     target=str(target),
@@ -286,7 +289,7 @@ class _Question:
                     layouts=_layouts(problem, candidate.layouts),
                     inputs=tuple(t.path for t in graph.tensors if t.role == "input"),
                     batch=_batch(problem, candidate.layouts),
-                    why=reasons(problem, setting, candidate.layouts),
+                    why=why,
                     notes=(*notes_of_unknown(graph), *_notes(target, candidate, parallel, result)),
                     is_proven=result.is_proven,
                     classics=tuple(
