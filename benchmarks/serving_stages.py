@@ -3,7 +3,8 @@
 ``python benchmarks/serving_stages.py`` writes ``results/serving_stages.json``: stages in two
 processes, each with a core of its own, as machines have, and in one process, whose virtual devices
 share all cores, so that one stage alone keeps them busy. Both servers have the same weights on the
-same devices; they are loaded in turn.
+same devices; they are loaded in turn. Beside them is what a dry run of the two stages says, by the
+rates that ``mw.calibrate`` measured just before with a core for each of two devices.
 """
 
 from __future__ import annotations
@@ -101,6 +102,28 @@ def measured(path: Path) -> None:
     )
 
 
+def predicted() -> dict[str, float | None]:
+    """What the dry run says of the two stages, each on a core of its own."""
+    import jax
+
+    import meshwright as mw
+
+    strategy = mw.Sharded(
+        mw.Mesh({"stage": 2}), batch=None, pipeline=mw.Pipeline("stage", micro_batches=2)
+    )
+    like = jax.ShapeDtypeStruct((1, TOKENS, WIDTH), "float32")
+    hardware = mw.calibrate("cpu:2")
+    report = mw.dry_serve(
+        build(), like, strategy=strategy, target="cpu:2", rows=[ROWS], hardware=hardware
+    )
+    (batch,) = report.batches
+    latency_s = batch.latency_s
+    return {
+        "following": batch.rows_per_s,
+        "one at a time": ROWS / latency_s if latency_s else None,
+    }
+
+
 def main() -> None:
     words = {
         "one process": [sys.executable],
@@ -108,11 +131,13 @@ def main() -> None:
     }
     record: dict[str, Any] = {}
     quiet = Quiet.wait(dry="--dry" in sys.argv)
+    expected = predicted()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         for name, start in words.items():
             subprocess.run([*start, __file__, str(path)], check=True)
             record[name] = json.loads(path.read_text())
+            record[name]["predicted_rows_per_s"] = expected
             record[name]["quiet"] = quiet.record(record[name].pop("cpu_s_of_sides"))
     record["machine"] = machine()
     if "--dry" not in sys.argv:

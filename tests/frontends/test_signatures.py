@@ -34,8 +34,10 @@ def test_what_servers_cannot_do_is_named() -> None:
     model.compile("sgd", "mse")
     x, y = np.ones([4, 2]), np.ones([4, 1])
     with mw.ParameterServer() as strategy:
-        with pytest.raises(mw.ModelError, match=r"class_weight= is not supported .*sample_weight="):
-            strategy.fit(model, x, y, class_weight={0: 1.0})
+        with pytest.raises(mw.ModelError, match=r"class_weight= .* needs x= and y= as arrays"):
+            strategy.fit(model, lambda context: [(x, y)], class_weight={0: 1.0})
+        with pytest.raises(mw.ModelError, match=r"class_weight= and sample_weight= cannot be used"):
+            strategy.fit(model, x, y, sample_weight=np.ones(4), class_weight={0: 1.0})
         for method in (strategy.evaluate, strategy.predict):
             with pytest.raises(mw.ModelError, match=r"callbacks= of .* is not supported"):
                 method(model, x, callbacks=[keras.callbacks.History()])

@@ -113,6 +113,24 @@ def test_rows_of_tables_train_as_whole_tables_do(clip):
     assert stats["lookups"] >= 2 * 2 * 3  # two tables, two epochs, three batches
 
 
+@pytest.mark.parametrize("one_hot", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_classes_have_the_weights_that_keras_gives_them(one_hot):
+    def build():
+        keras.utils.set_random_seed(2)
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, "softmax")])
+        model.compile("adam", f"{'' if one_hot else 'sparse_'}categorical_crossentropy")
+        return model
+
+    draw, weights = np.random.default_rng(0), {0: 0.3, 2: 4.0}
+    x, y = draw.normal(size=[40, 4]).astype("float32"), draw.integers(0, 3, [40, 1])
+    y = np.eye(3)[y[:, 0]] if one_hot else y
+    model, expected = build(), build()
+    history = expected.fit(x, y, class_weight=weights, **HOW).history
+    with ParameterServer() as strategy:
+        same_history(history, strategy.fit(model, x, y, class_weight=weights, **HOW).history)
+    assert apart(expected, model) < 1e-6
+
+
 def tower(rows: int) -> keras.Model:
     ids = keras.Input([], dtype="int32")
     return keras.Model(ids, keras.layers.Embedding(rows, 4, name="table")(ids))

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from ...errors import DataError, ModelError
+from ...errors import DataError
 from ...frontends.keras.callbacks import KerasCallbacks
 from ...frontends.keras.options import check_compiled, check_fit, check_options
 from ...program import Logs
@@ -25,6 +25,7 @@ from ..coordinator.coordinator import ClusterCoordinator
 from ..coordinator.data import check_sharding
 from ..options import InputOptions, Tables
 from .callbacks import checked_callbacks
+from .class_weights import with_class_weights
 from .compression import Compression
 from .compression import compression as compression_of
 from .feed import Feed, feed_of
@@ -52,11 +53,7 @@ def fit(
 ) -> keras.callbacks.History:
     """See :meth:`ParameterServer.fit`; ``saver`` makes one when all else was checked."""
     data, validation = check_fit(model, data, validation, schedule)
-    if data.class_weight is not None:
-        raise ModelError(
-            "class_weight= is not supported on parameter servers. Give sample_weight=, or batches "
-            "(x, y, sample_weight)."
-        )
+    data = with_class_weights(data)
     check_sharding(input_options.sharding)
     how, workers = compression_of(compression), strategy.num_workers
     feed = feed_of(data, schedule.epochs, num_workers=workers, seed=input_options.seed)
