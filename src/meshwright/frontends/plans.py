@@ -115,8 +115,9 @@ def plan(
     target holds as many copies of the model as fit; a :class:`~meshwright.ServingGoal` in place of
     the word says which batches and precisions. ``plan.serving`` has the batches worth compiling,
     the copies and the precision: a narrower one where that is 1.1 times as fast or nothing else
-    fits. Where one device does not hold the weights and ``axes`` is not given, the model in 2, 4, 8
-    or 16 stages is looked at, too. :class:`~meshwright.Server` takes such a plan as its strategy.
+    fits. Where the weights take more than three quarters of a device and ``axes`` is not given, the
+    model in 2, 4, 8 or 16 stages is looked at, too. :class:`~meshwright.Server` takes such a plan as
+    its strategy.
 
     (Joint search of mesh and layouts after Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
 

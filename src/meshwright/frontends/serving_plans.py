@@ -32,6 +32,7 @@ _WORTH = 1.1  # times as fast as a wider type, which a narrower one must be
 _FREE = 1.1  # of the time of a batch, which a larger one may take before both are compiled
 _MORE = 1.02  # times the rows per second of a smaller batch, which a larger one must have
 _ROOM = 1.1  # times what a batch lacks, to look for a plan that has it
+_NEARLY = 0.75  # of what a device may hold, which weights take that leave too little beside them
 _WORSE = 2  # counts of devices one after the other that are worse than fewer, before none is tried
 
 
@@ -231,9 +232,11 @@ def _beside_others(best: Plan, others: Sequence[Option], question: Question) -> 
 
 
 def _may_have_stages(forwards: Forwards, question: Question) -> bool:
-    """Whether one device does not hold the weights: else copies of the whole are never worse."""
-    limit_bytes = question.limit_bytes
-    return question.axes is None and limit_bytes is not None and forwards.weight_bytes > limit_bytes
+    """Whether one device is too small for the weights, or nearly: else copies of the whole model
+    are never worse."""
+    if question.axes is not None or question.limit_bytes is None:
+        return False
+    return forwards.weight_bytes > _NEARLY * question.limit_bytes
 
 
 @dataclass(frozen=True)
