@@ -116,8 +116,8 @@ def plan(
     the word says which batches and precisions. ``plan.serving`` has the batches worth compiling,
     the copies and the precision: a narrower one where that is 1.1 times as fast or nothing else
     fits. Where the weights take more than three quarters of a device and ``axes`` is not given, the
-    model in 2, 4, 8 or 16 stages is looked at, too. :class:`~meshwright.Server` takes such a plan as
-    its strategy.
+    model in 2, 4, 8 or 16 stages is looked at, too. :class:`~meshwright.Server` takes such a plan
+    as its strategy.
 
     (Joint search of mesh and layouts after Mesh-TensorFlow's ``auto_mtf`` and Alpa.)
 
