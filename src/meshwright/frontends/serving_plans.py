@@ -33,6 +33,7 @@ _FREE = 1.1  # of the time of a batch, which a larger one may take before both a
 _MORE = 1.02  # times the rows per second of a smaller batch, which a larger one must have
 _ROOM = 1.1  # times what a batch lacks, to look for a plan that has it
 _NEARLY = 0.75  # of what a device may hold, which weights take that leave too little beside them
+_FULL = 0.97  # the same for a part of the target, of which no layout is looked for
 _WORSE = 2  # counts of devices one after the other that are worse than fewer, before none is tried
 
 
@@ -261,14 +262,14 @@ class _WithinStages:
 
     def _plan(self, part: Target, memory_limit: int) -> Plan:
         within = replace(self.question, memory_limit=memory_limit, verify=0)
-        return _searched(self.forwards, within, part, self.limit_s)
+        return _searched(self.forwards, within, part, self.limit_s, explains=False)
 
 
 def _ways(
     forwards: Forwards, question: Question, target: Target, within_stages: _WithinStages
 ) -> list[Plan]:
-    """Plans of one part of the target, the best first: whole, and in stages where one device does
-    not hold the weights."""
+    """Plans of one part of the target, the better first: whole, and in stages where one device does
+    not hold the weights: in as many as fit for throughput, as few for latency."""
     limit_bytes, counts = question.limit_bytes, list[int]()
     if _may_have_stages(forwards, question):
         counts = sorted(stage_counts(target), reverse=question.goal.aim == "throughput")
@@ -283,20 +284,18 @@ def _ways(
         report = _report(forwards, plan, question, compile=False, rows=rows, is_rough=True)
         return report.batches[0]
 
-    staged = list[Plan]()
     for count in counts:
         assert limit_bytes is not None
         try:
-            plan = in_stages(count, target, limit_bytes, within_stages, costed)
+            plans.append(in_stages(count, target, limit_bytes, within_stages, costed))
+            break  # each count is traced, and other parts of the target have others
         except PlanError as error:
             faults.append(error)
-            continue
-        staged.append(plan)
-        if question.rank(plan) > min(map(question.rank, staged)):
-            break  # more of the same is worse still, and each count is traced
-    if not plans and not staged:
+            if target != question.target:
+                break
+    if not plans:
         raise PlanError("\n".join(map(str, faults)))
-    return sorted((*plans, *staged), key=question.rank)
+    return sorted(plans, key=question.rank)
 
 
 def _parts(question: Question) -> Iterator[Target]:
@@ -307,12 +306,14 @@ def _parts(question: Question) -> Iterator[Target]:
 
 
 def _has_room(target: Target, weight_bytes: int, question: Question) -> bool:
-    """Whether the weights alone, cut into pieces for all devices, fit."""
+    """Whether the weights, cut into pieces for all devices, leave anything beside them."""
     limit = question.limit_bytes
-    return limit is None or weight_bytes <= limit * target.num_devices
+    return limit is None or weight_bytes <= _FULL * limit * target.num_devices
 
 
-def _searched(forwards: Forwards, question: Question, target: Target, limit_s: float) -> Plan:
+def _searched(
+    forwards: Forwards, question: Question, target: Target, limit_s: float, *, explains: bool = True
+) -> Plan:
     can_verify = question.verify and not not_compiled(target)
     alone = {"batch": 1} if target.num_devices == 1 else None
     return plan_step(
@@ -327,6 +328,7 @@ def _searched(forwards: Forwards, question: Question, target: Target, limit_s: f
         limit_s=limit_s,
         verify=question.verify,
         dry_run_of=_dry_run_of(forwards, question, target) if can_verify else None,
+        explains=explains,
     )
 
 

@@ -12,7 +12,7 @@ from ...hlo.groups import Axes
 from ...layouts.mesh import Mesh
 from ...targets.hardware import Hardware, hardware_of
 from ...targets.target import Target
-from ...units import seconds_text
+from ...units import bytes_text, seconds_text
 from ..abstract_step import AbstractStep
 from ..graph import Graph
 from ..traced_graph import notes_of_unknown
@@ -55,6 +55,7 @@ def plan_step(
     verify: int = 0,
     dry_run_of: DryRunOf | None = None,
     pipelines_of: PipelinesOf | None = None,
+    explains: bool = True,
 ) -> Plan:
     """The best plan for a step on a target: mesh, axes of dims, ZeRO, micro-batches, remat.
 
@@ -71,7 +72,8 @@ def plan_step(
     even if that hid all the communication that it can behind its compute, or where nothing else
     fits. Raises
     :class:`~meshwright.PlanError`, with the nearest miss and what would help, where nothing
-    fits.
+    fits. Without ``explains`` that and the reasons of the plan are left out, which take as long
+    again.
 
     >>> from ..graph import GraphDim, GraphTensor, Operation
     >>> dims = tuple(GraphDim(name, 1024, name) for name in ("batch", "in", "out"))
@@ -91,7 +93,7 @@ def plan_step(
     space = Space(check_axes(axes, target), max_axes, axes is None, zero, accumulate, remat)
     keep, verify = max(2, verify), verify if dry_run_of is not None else 0
     request = Request(graph, target, hardware, objective, limit_bytes, space)
-    question = _Question(request, keep, verify, limit_s)
+    question = _Question(request, keep, verify, limit_s, explains)
     fault, plans = None, list[Plan]()
     try:
         plans = question.plans()
@@ -163,6 +165,7 @@ class _Question:
     keep: int
     verify: int
     limit_s: float
+    explains: bool
 
     def plans(self) -> list[Plan]:
         """The best plans; those that are verified, or all found.
@@ -174,6 +177,9 @@ class _Question:
             return self._plans(result, self.request)
         if limit_bytes is None or not result.is_proven:
             raise none_in_time(self._classics.values(), limit_bytes, self.limit_s)
+        if not self.explains:
+            limit = bytes_text(limit_bytes)
+            raise PlanError(f"no layout keeps within {limit} on {self.request.target}.")
         raise no_plan(self.request, limit_bytes)
 
     def with_pipelines(self, plans: list[Plan], pipelines_of: PipelinesOf) -> list[Plan]:
@@ -274,7 +280,7 @@ class _Question:
         plans = []
         for candidate in candidates:
             why: tuple[Reason, ...] = ()
-            if self.verify or not plans:  # else it is a runner-up for good
+            if self.explains and (self.verify or not plans):  # others are runners-up for good
                 setting = request.setting(candidate.layouts.axes)
                 why = reasons(problem, setting, candidate.layouts)
             plans.append(
