@@ -76,7 +76,7 @@ def test_the_server_of_a_plan_with_stages_holds_and_takes_what_the_plan_says() -
 
 def test_each_stage_is_laid_out_by_itself_where_it_takes_several_devices() -> None:
     fast = replace(SLOW_LINKS, links=(Link("shared", "shared", 1e12, 0.0),))
-    plan = planned(1.5, hardware=fast)
+    plan = planned(1.5, mw.ServingGoal("latency", (8,)), fast)
     others = {*plan.runners_up, *plan.named.values(), plan.chosen}
     staged = [option for option in others if option.pipeline is not None]
     assert any(len(option.axes) > 1 for option in staged)
