@@ -38,6 +38,10 @@ def test_what_servers_cannot_do_is_named() -> None:
             strategy.fit(model, lambda context: [(x, y)], class_weight={0: 1.0})
         with pytest.raises(mw.ModelError, match=r"class_weight= and sample_weight= cannot be used"):
             strategy.fit(model, x, y, sample_weight=np.ones(4), class_weight={0: 1.0})
+        with pytest.raises(mw.ModelError, match=r"one label in each row .* shape \(4, 2, 3\)"):
+            strategy.fit(model, x, np.ones([4, 2, 3]), class_weight={0: 1.0})
+        with pytest.raises(mw.ModelError, match=r"number for each class; received 'much'"):
+            strategy.fit(model, x, y, class_weight={0: "much"})
         for method in (strategy.evaluate, strategy.predict):
             with pytest.raises(mw.ModelError, match=r"callbacks= of .* is not supported"):
                 method(model, x, callbacks=[keras.callbacks.History()])

@@ -114,6 +114,12 @@ def test_stages_hold_what_no_axis_splits() -> None:
     assert "stages" not in str(raised.value)
 
 
+def test_a_limit_of_nothing_is_said_once() -> None:
+    with pytest.raises(mw.PlanError) as raised:
+        planned(0)
+    assert str(raised.value) == "memory_limit must be 1 byte or more; received 0."
+
+
 def test_a_model_that_a_device_holds_has_no_stages() -> None:
     plan = planned(20)
     assert plan.chosen.num_devices == 1

@@ -59,10 +59,13 @@ class Question:
     timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
+        faults = []
         if self.verify < 0:
-            raise PlanError(
-                f"verify must be a number of plans, 0 or more; received {self.verify!r}."
-            )
+            faults.append(f"verify must be a number of plans, 0 or more; received {self.verify!r}.")
+        if self.memory_limit is not None and self.memory_limit < 1:
+            faults.append(f"memory_limit must be 1 byte or more; received {self.memory_limit!r}.")
+        if faults:
+            raise PlanError("\n".join(faults))
 
     @property
     def planned_rows(self) -> int:

@@ -66,7 +66,7 @@ def _cut(plan: Plan, count: int, limit_bytes: int) -> Plan:
     if plan.mesh.size == 1:
         whole = tuple((path, tuple(() for _ in along)) for path, along in plan.layouts)
         chosen = replace(plan.chosen, axes=(), rules=())
-        plan = replace(plan, chosen=chosen, layouts=whole, batch=(), why=())
+        plan = replace(plan, chosen=chosen, layouts=whole, batch=())
     axes = ((AXIS, count), *plan.axes)
     chosen = replace(plan.chosen, axes=axes, pipeline=Pipeline(AXIS, count))
     return replace(

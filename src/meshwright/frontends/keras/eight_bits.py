@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .sharded import Sharded
 
 _SCALE = "_scale"
+_FROZEN_BY_PYTHON = 10_000  # objects at most, with which Python 3.12 begins; JAX alone has more
 
 
 def fresh_copy(model: keras.Model) -> Callable[[], keras.Model]:
@@ -160,7 +161,7 @@ def _sparing_the_collector() -> Iterator[None]:
     What was there before is left out, with JAX and Keras themselves, unless a part of it is left
     out already: a server's, which would never get rid of its last version.
     """
-    if gc.get_freeze_count():
+    if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
     gc.freeze()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import keras
@@ -26,10 +27,17 @@ def with_class_weights(data: Data) -> Data:
             "class_weight= and sample_weight= cannot be used together. Multiply them into "
             "sample_weight=."
         )
+    if wrong := [value for value in weights.values() if not isinstance(value, Real)]:
+        raise ModelError(f"class_weight= must have a number for each class; received {wrong[0]!r}.")
     if not hasattr(data.y, "shape"):
         raise ModelError(
             "class_weight= on parameter servers needs x= and y= as arrays, and one output. Give "
             f"batches (x, y, sample_weight); received y of type {type(data.y).__name__}."
+        )
+    if len(data.y.shape) > 2:
+        raise ModelError(
+            "class_weight= needs one label in each row of y, a number or one-hot; received y of "
+            f"shape {tuple(data.y.shape)}. Give sample_weight=."
         )
     return replace(data, class_weight=None, sample_weight=_of_rows(np.asarray(data.y), weights))
 
