@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -42,6 +43,7 @@ JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
 KillWait=10
 InactiveLimit=0
+FirstJobId={first_job}
 NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -66,11 +68,13 @@ class SlurmCluster:
         self.folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
         ports = _free_ports(3)
+        # A job's number gives the port where its group meets: no two clusters should share any.
+        values = {"folder": folder, "ports": ports, "first_job": random.randrange(1, 2000)}
         host = socket.gethostname()
         for name in ("state", "spool.n0", "spool.n1"):
             (folder / name).mkdir()
         (folder / "hosts").write_text(f"127.0.0.1 localhost n0 n1 {host}\n")
-        (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, ports=ports, host=host))
+        (folder / "slurm.conf").write_text(CONFIG.format(host=host, **values))
         (folder / "cgroup.conf").write_text("IgnoreSystemd=yes\n")
         (folder / "munge.key").write_bytes(os.urandom(1024))
         (folder / "munge.key").chmod(0o600)
