@@ -106,10 +106,9 @@ def dry_serve(
     >>> report.weight_bytes, report.devices_for(rows_per_s=1000).devices
     (1152, 8)
     """
-    from ..planning.serving import serving_report
-    from ..planning.serving_stages import staged_report
     from .forwards import Forwards
-    from .staged_forwards import StagedForwards, served_pipeline
+    from .serving_dry_runs import dry_run_of_serving
+    from .staged_forwards import served_pipeline
 
     target = Target.of(target)
     placement = strategy if isinstance(strategy, Placement) else strategy.placement
@@ -121,27 +120,15 @@ def dry_serve(
     if not rows or min(rows) < 1:
         raise BatchError(f"rows must list sizes of batches of at least 1; received {list(rows)}.")
     forwards = Forwards(model, inputs, precision)
-    hardware = hardware or hardware_of(target)
-    if (pipeline := served_pipeline(strategy)) is not None:
-        staged = StagedForwards(forwards, placement, pipeline, target)
-        return staged_report(
-            [(count, staged.on(count)) for count in rows],
-            placement.mesh,
-            pipeline.axis,
-            target,
-            hardware,
-            compile=compile,
-            timeout_s=timeout_s,
-            graphs_of=staged.graphs,
-        )
-    steps = forwards.steps(strategy)
-    return serving_report(
-        [(count, forwards.on(steps, count)) for count in rows],
+    return dry_run_of_serving(
+        forwards,
+        strategy,
+        served_pipeline(strategy),
         target,
-        hardware,
+        hardware or hardware_of(target),
+        rows=rows,
         compile=compile,
         timeout_s=timeout_s,
-        graph_of=forwards.graph,
     )
 
 

@@ -28,7 +28,8 @@ from ..program import Batch, Program
 from ..step.assemble import Assembly
 from ..targets.hardware import Hardware, hardware_of
 from ..targets.target import Target
-from .serving_plans import Question, plan_serving
+from .serving_plans import plan_serving
+from .serving_question import Question
 
 if TYPE_CHECKING:
     import keras

@@ -5,36 +5,26 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..errors import PlanError, TargetError
-from ..layouts.mesh import Mesh
-from ..planning.dry_run import not_compiled
-from ..planning.goals import OWN, ServingGoal
-from ..planning.search.plan import Option, Plan, PlannedBatch, Reason, Serving
-from ..planning.search.planner import plan_step
+from ..planning.goals import OWN
+from ..planning.search.plan import Plan, PlannedBatch, Reason, Serving
 from ..planning.search.setting import UnknownTimesError
-from ..planning.search.verification import DryRunOf, NoReport
-from ..planning.serving import ServedBatch, ServingReport, serving_report
-from ..planning.serving_stages import staged_report
+from ..planning.serving import ServingReport
 from ..program import Program
-from ..targets.hardware import Hardware
-from ..targets.parts import part_with, smaller_parts
-from ..targets.target import Target
 from ..units import bytes_text, seconds_text
 from .forwards import Forwards
-from .staged_forwards import StagedForwards, served_pipeline
-from .staged_plans import IN_STAGES, WITHOUT_STAGES, in_stages, stage_counts
+from .serving_layouts import best_layouts, report_of
+from .serving_question import Question, time_s_of
+from .staged_plans import WITHOUT_STAGES
 
 _WORTH = 1.1  # times as fast as a wider type, which a narrower one must be
 _FREE = 1.1  # of the time of a batch, which a larger one may take before both are compiled
 _MORE = 1.02  # times the rows per second of a smaller batch, which a larger one must have
 _ROOM = 1.1  # times what a batch lacks, to look for a plan that has it
-_NEARLY = 0.75  # of what a device may hold, which weights take that leave too little beside them
-_FULL = 0.97  # the same for a part of the target, of which no layout is looked for
-_WORSE = 2  # counts of devices one after the other that are worse than fewer, before none is tried
 
 
 class _Served(NamedTuple):
@@ -43,52 +33,6 @@ class _Served(NamedTuple):
     precision: str | None
     forwards: Forwards
     plan: Plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """The request for a plan that serves."""
-
-    target: Target
-    goal: ServingGoal
-    hardware: Hardware
-    memory_limit: int | None = None
-    axes: Mesh | Mapping[str, int] | str | None = None
-    verify: int = 0
-    limit_s: float = 10.0
-    timeout_s: float = 3600.0
-
-    def __post_init__(self) -> None:
-        faults = []
-        if self.verify < 0:
-            faults.append(f"verify must be a number of plans, 0 or more; received {self.verify!r}.")
-        if self.memory_limit is not None and self.memory_limit < 1:
-            faults.append(f"memory_limit must be 1 byte or more; received {self.memory_limit!r}.")
-        if faults:
-            raise PlanError("\n".join(faults))
-
-    @property
-    def planned_rows(self) -> int:
-        """The batch that layouts are chosen for."""
-        return min(self.goal.rows) if self.goal.aim == "latency" else max(self.goal.rows)
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """What a device may hold."""
-        return self.hardware.memory_bytes if self.memory_limit is None else self.memory_limit
-
-    def copies(self, plan: Plan) -> int:
-        """How many copies of the model the target has room for."""
-        return self.target.num_devices // plan.chosen.num_devices
-
-    def rank(self, plan: Plan) -> float:
-        """Less is better: seconds of a batch, or seconds of a row with all copies at work."""
-        time_s = _time(plan.chosen)
-        if time_s is None:
-            return float("inf")
-        if self.goal.aim == "latency":
-            return time_s
-        return (plan.chosen.interval_s or time_s) / self.copies(plan)
 
 
 def plan_serving(model: Any, inputs: Any, question: Question) -> tuple[Plan, Forwards]:
@@ -100,7 +44,7 @@ def plan_serving(model: Any, inputs: Any, question: Question) -> tuple[Plan, For
     for precision in _precisions(model, question):
         forwards = Forwards(model, inputs, precision)
         try:
-            candidates.append(_Served(precision, forwards, _layouts(forwards, question)))
+            candidates.append(_Served(precision, forwards, best_layouts(forwards, question)))
         except PlanError as error:
             faults[precision] = error
         except UnknownTimesError as error:
@@ -141,7 +85,7 @@ def _fitting(best: _Served, question: Question) -> tuple[_Served, ServingReport]
         return best, report
     less = replace(question, memory_limit=limit - math.ceil(_ROOM * (max(peaks) - limit)))
     try:
-        plan = _layouts(best.forwards, less)
+        plan = best_layouts(best.forwards, less)
     except PlanError:
         return best, report
     other = best._replace(plan=replace(plan, limit_bytes=limit))
@@ -169,7 +113,9 @@ def _of_all_rows(served: _Served, question: Question) -> ServingReport:
     shards = math.prod(dict(served.plan.axes)[axis] for axis in served.plan.batch)
     sizes = {-(-rows // shards) * shards for rows in question.goal.rows}
     is_compiled = question.verify > 0
-    return _report(served.forwards, served.plan, question, compile=is_compiled, rows=sorted(sizes))
+    return report_of(
+        served.forwards, served.plan, question, compile=is_compiled, rows=sorted(sizes)
+    )
 
 
 def _precisions(model: Any, question: Question) -> tuple[str | None, ...]:
@@ -183,203 +129,7 @@ def _precisions(model: Any, question: Question) -> tuple[str | None, ...]:
     return (None, "bfloat16") if narrow else (None,)
 
 
-# Layouts
-
-
-def _layouts(forwards: Forwards, question: Question) -> Plan:
-    """The best layouts, and stages, for the batch that is planned for."""
-    targets = [
-        target
-        for target in _parts(question)
-        if target == question.target or _has_room(target, forwards.weight_bytes, question)
-    ]
-    searches = 2 if _may_have_stages(forwards, question) else 1
-    within_stages = _WithinStages(forwards, question, question.limit_s / len(targets) / searches)
-    best, worse = None, 0
-    fault: PlanError | None = None
-    others = list[Option]()
-    for target in targets:
-        try:
-            plan, *rest = _ways(forwards, question, target, within_stages)
-        except PlanError as error:
-            fault = error
-            continue
-        others += [other.chosen for other in rest]
-        if best is None or question.rank(plan) < question.rank(best):
-            others += [] if best is None else [best.chosen]
-            best, worse = plan, 0
-            continue
-        others.append(plan.chosen)
-        worse += 1
-        if worse == _WORSE:
-            break
-    if best is None:
-        assert fault is not None
-        raise fault
-    return _beside_others(best, others, question)
-
-
-def _beside_others(best: Plan, others: Sequence[Option], question: Question) -> Plan:
-    """The plan with the best of what else was looked at, and how it is with or without stages."""
-    ranked = sorted(
-        (*best.runners_up, *others),
-        key=lambda option: question.rank(replace(best, chosen=option)),
-    )
-    distinct = {
-        option.layouts: option for option in ranked if option.layouts != best.chosen.layouts
-    }
-    is_staged = best.chosen.pipeline is not None
-    otherwise = [o for o in distinct.values() if (o.pipeline is not None) != is_staged]
-    name = WITHOUT_STAGES if is_staged else IN_STAGES
-    classics = (*best.classics, *((name, option) for option in otherwise[:1]))
-    return replace(best, runners_up=tuple(distinct.values())[:2], classics=classics)
-
-
-def _may_have_stages(forwards: Forwards, question: Question) -> bool:
-    """Whether one device is too small for the weights, or nearly: else copies of the whole model
-    are never worse."""
-    if question.axes is not None or question.limit_bytes is None:
-        return False
-    return forwards.weight_bytes > _NEARLY * question.limit_bytes
-
-
-@dataclass(frozen=True)
-class _WithinStages:
-    """Plans of a part of the target as one of several stages."""
-
-    forwards: Forwards
-    question: Question
-    limit_s: float
-
-    def __call__(self, part: Target, memory_limit: int) -> Plan:
-        return self._alone if part.num_devices == 1 else self._plan(part, memory_limit)
-
-    @functools.cached_property
-    def _alone(self) -> Plan:
-        """That of one device, which is the same for any number of stages."""
-        target, limit_bytes = self.question.target, self.question.limit_bytes
-        part = part_with(target, 1)
-        assert part is not None
-        assert limit_bytes is not None
-        return self._plan(part, target.num_devices * limit_bytes)
-
-    def _plan(self, part: Target, memory_limit: int) -> Plan:
-        within = replace(self.question, memory_limit=memory_limit, verify=0)
-        return _searched(self.forwards, within, part, self.limit_s, explains=False)
-
-
-def _ways(
-    forwards: Forwards, question: Question, target: Target, within_stages: _WithinStages
-) -> list[Plan]:
-    """Plans of one part of the target, the better first: whole, and in stages where one device does
-    not hold the weights: in as many as fit for throughput, as few for latency."""
-    limit_bytes, counts = question.limit_bytes, list[int]()
-    if _may_have_stages(forwards, question):
-        counts = sorted(stage_counts(target), reverse=question.goal.aim == "throughput")
-    plans, faults = list[Plan](), list[PlanError]()
-    try:
-        plans.append(_searched(forwards, question, target, within_stages.limit_s))
-    except PlanError as error:
-        faults.append(error)
-
-    def costed(plan: Plan) -> ServedBatch:
-        rows = (question.planned_rows,)
-        report = _report(forwards, plan, question, compile=False, rows=rows, is_rough=True)
-        return report.batches[0]
-
-    for count in counts:
-        assert limit_bytes is not None
-        try:
-            plans.append(in_stages(count, target, limit_bytes, within_stages, costed))
-            break  # each count is traced, and other parts of the target have others
-        except PlanError as error:
-            faults.append(error)
-            if target != question.target:
-                break
-    if not plans:
-        raise PlanError("\n".join(map(str, faults)))
-    return sorted(plans, key=question.rank)
-
-
-def _parts(question: Question) -> Iterator[Target]:
-    """The devices that a copy may take: for throughput few first, as copies share no work."""
-    if question.goal.aim == "throughput" and question.axes is None:
-        yield from reversed(tuple(smaller_parts(question.target)))
-    yield question.target
-
-
-def _has_room(target: Target, weight_bytes: int, question: Question) -> bool:
-    """Whether the weights, cut into pieces for all devices, leave anything beside them."""
-    limit = question.limit_bytes
-    return limit is None or weight_bytes <= _FULL * limit * target.num_devices
-
-
-def _searched(
-    forwards: Forwards, question: Question, target: Target, limit_s: float, *, explains: bool = True
-) -> Plan:
-    can_verify = question.verify and not not_compiled(target)
-    alone = {"batch": 1} if target.num_devices == 1 else None
-    return plan_step(
-        forwards.graph(question.planned_rows),
-        target,
-        memory_limit=question.memory_limit,
-        axes=question.axes or alone,
-        hardware=question.hardware,
-        zero=(0,),
-        accumulate=(1,),
-        remat=("none",),
-        limit_s=limit_s,
-        verify=question.verify,
-        dry_run_of=_dry_run_of(forwards, question, target) if can_verify else None,
-        explains=explains,
-    )
-
-
-def _dry_run_of(forwards: Forwards, question: Question, whole: Target) -> DryRunOf:
-    def report(candidate: Plan) -> Any:
-        if part_with(whole, candidate.mesh.size) is None:
-            return NoReport()
-        rows = (question.planned_rows,)
-        return _report(forwards, candidate, question, compile=True, rows=rows).batches[0].report
-
-    return report
-
-
 # Batches
-
-
-def _report(
-    forwards: Forwards,
-    plan: Plan,
-    question: Question,
-    *,
-    compile: bool,
-    rows: Iterable[int],
-    is_rough: bool = False,
-) -> ServingReport:
-    """The dry run of serving by a plan."""
-    part = part_with(question.target, plan.mesh.size)
-    if (pipeline := served_pipeline(plan)) is not None:
-        staged = StagedForwards(forwards, plan.placement(), pipeline, question.target, is_rough)
-        return staged_report(
-            [(count, staged.on(count)) for count in rows],
-            plan.mesh,
-            pipeline.axis,
-            part or question.target,
-            question.hardware,
-            compile=compile and part is not None,
-            timeout_s=question.timeout_s,
-            graphs_of=staged.graphs,
-        )
-    steps = forwards.steps(plan.placement())
-    return serving_report(
-        [(count, forwards.on(steps, count)) for count in rows],
-        part or question.target,
-        question.hardware,
-        compile=compile and part is not None,
-        timeout_s=question.timeout_s,
-        graph_of=forwards.graph,
-    )
 
 
 def _worthwhile(
@@ -446,7 +196,7 @@ def _why(
     for other in candidates:
         if other is best:
             continue
-        time_s, peak = _time(other.plan.chosen), other.plan.chosen.held_bytes
+        time_s, peak = time_s_of(other.plan.chosen), other.plan.chosen.held_bytes
         changes.append(
             f"{_named(other.precision)} takes {seconds_text(time_s)} and {bytes_text(peak)} at "
             f"best, on {_devices(other.plan.chosen.num_devices)}"
@@ -465,7 +215,3 @@ def _devices(count: int) -> str:
 
 def _named(precision: str | None) -> str:
     return precision or "of the model"
-
-
-def _time(option: Option) -> float | None:
-    return option.time_s if option.dry_run_time_s is None else option.dry_run_time_s

@@ -1,0 +1,56 @@
+"""Dry runs of a forward pass that serves, whole or in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..layouts.placement import Placement
+from ..planning.serving import ServingReport, serving_report
+from ..planning.serving_stages import staged_report
+from ..stages.pipeline import Pipeline
+from ..targets.hardware import Hardware
+from ..targets.target import Target
+from .forwards import Forwards
+from .staged_forwards import StagedForwards
+
+
+def dry_run_of_serving(
+    forwards: Forwards,
+    strategy: Any,
+    pipeline: Pipeline | None,
+    target: Target,
+    hardware: Hardware,
+    *,
+    rows: Iterable[int],
+    compile: bool,
+    timeout_s: float,
+    is_rough: bool = False,
+) -> ServingReport:
+    """What batches of these sizes take under a strategy, or a placement.
+
+    With ``is_rough`` stages are cut as for a search, see
+    :class:`~meshwright.frontends.staged_forwards.StagedForwards`.
+    """
+    if pipeline is None:
+        steps = forwards.steps(strategy)
+        return serving_report(
+            [(count, forwards.on(steps, count)) for count in rows],
+            target,
+            hardware,
+            compile=compile,
+            timeout_s=timeout_s,
+            graph_of=forwards.graph,
+        )
+    placement = strategy if isinstance(strategy, Placement) else strategy.placement
+    staged = StagedForwards(forwards, placement, pipeline, target, is_rough)
+    return staged_report(
+        [(count, staged.on(count)) for count in rows],
+        placement.mesh,
+        pipeline.axis,
+        target,
+        hardware,
+        compile=compile,
+        timeout_s=timeout_s,
+        graphs_of=staged.graphs,
+    )
