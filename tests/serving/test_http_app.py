@@ -159,6 +159,7 @@ WRONG = {
     ("GET", "/etc/passwd"): (404, "not_found"),
     ("GET", "/v1/models/../../etc/passwd:predict"): (404, "not_found"),
     ("GET", "/v1/models/linear:predict"): (405, "method_not_allowed"),
+    ("POST", "/v1/models/linear:classify"): (404, "not_found"),
     ("DELETE", "/v2/models/linear"): (405, "method_not_allowed"),
     ("POST", "/invocations?model=none"): (404, "unknown_model"),
 }

@@ -226,6 +226,7 @@ V2_WRONG = {  # changes of a tensor -> what the message says
     "shape": ([2, 2], "takes 16 bytes; received 8"),
     "parameters": ({"binary_data_size": 7}, "take 7 bytes by their binary_data_size; 8 bytes"),
     "name": (3, "must be an object with a name"),
+    "data": ([1.0, 2.0], "expected data or binary_data_size; received both"),
 }
 
 
@@ -237,6 +238,15 @@ def test_a_wrong_binary_tensor_is_refused(key):
     text = json.dumps({"inputs": [{**tensor, key: value}]}).encode()
     with pytest.raises(RequestError, match=message):
         open_inference.read(text + bytes(8), str(len(text)), X, LIMITS)
+
+
+@pytest.mark.parametrize("name", ["binary_data", "binary_data_output"])
+def test_a_wish_for_bytes_is_true_or_false(name):
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1.0, 2.0]}
+    output = {"name": "y", "parameters": {"binary_data": "yes"} if name == "binary_data" else {}}
+    body = {"inputs": [tensor], "outputs": [output], "parameters": {"binary_data_output": "yes"}}
+    with pytest.raises(RequestError, match=f"{name} must be true or false; received 'yes'"):
+        open_inference.read(json.dumps(body).encode(), None, X, LIMITS)
 
 
 @pytest.mark.parametrize("size", [-1, 1e3, True, "8", 1 << 70])

@@ -101,9 +101,9 @@ def checked(
     if None in padded:
         faults.append(f"a ragged dim is {max(ragged)} long; the longest accepted is {lengths[-1]}")
     if faults:
-        lines = "\n".join(f"  {fault}" for fault in faults)
-        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-        raise RequestError(f"{count} in the request:\n{lines}")
+        lines = "".join(f"\n  {fault}" for fault in faults)
+        several = f"{len(faults)} faults in the request:{lines}"
+        raise RequestError(faults[0] if len(faults) == 1 else several)
     return Request(arrays, arrays[0].shape[0], ragged, tuple(n for n in padded if n is not None))
 
 

@@ -156,6 +156,7 @@ class _Face:
             *(Route(f"{v}/ready", self._model_ready, methods=_GET) for v in (v2, v2 + of_version)),
             *(Route(v, self._v2_metadata, methods=_GET) for v in (v2, v2 + of_version)),
             *(Route(f"{v}:predict", _only_post, methods=_GET) for v in (v1, v1 + of_version)),
+            *(Route(f"{v}:{{verb}}", _only_predict, methods=_POST) for v in (v1, v1 + of_version)),
             *(Route(f"{v}/metadata", self._tf_meta, methods=_GET) for v in (v1, v1 + of_version)),
             *(Route(v, self._tf_status, methods=_GET) for v in (v1, v1 + of_version)),
         ]
@@ -297,6 +298,11 @@ def _invoked_write(request: Asked, answer: Answer, _model: ServedModel) -> Reply
 
 async def _only_post(_http: Request) -> Response:
     raise HTTPException(405, headers={"Allow": "POST"})
+
+
+async def _only_predict(http: Request) -> Response:
+    verb = http.path_params["verb"][:20]
+    raise HTTPException(404, f"no :{verb}; the server answers :predict")
 
 
 async def _live(_http: Request) -> Response:

@@ -5,6 +5,7 @@ Those of the engine are in the library's tree of errors; those that only HTTP kn
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 
@@ -91,8 +92,10 @@ def without_values(message: str) -> str:
 def short(value: object, most: int = 60) -> str:
     """A value of a request as messages show it: never longer than a line.
 
-    >>> short("a" * 100, 10)
-    "'aaaaaa..."
+    >>> short("a" * 100, 10), short(None)
+    ("'aaaaaa...", 'null')
     """
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     text = repr(value[: most + 1] if isinstance(value, str | bytes) else value)
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -53,14 +53,14 @@ def read(
     raws = _raw_parts(tensors, view[length:], faults)
     refuse(faults)
     inputs = arrays_of(tensors, raws, specs, faults)
-    outputs = _outputs(head, parameters, limits, faults)
+    is_binary = _is_set(parameters, "binary_data_output", faults)
+    outputs = _outputs(head, is_binary, limits, faults)
     timeout_s = _timeout_s(parameters, faults)
     identity = head.get("id", "")
     if not isinstance(identity, str) or len(identity) > 256:
         faults.append(f"id must be a string of at most 256 characters; received {short(identity)}.")
     refuse(faults)
-    form = "binary" if parameters.get("binary_data_output") is True else ""
-    return Request(inputs, form, identity, outputs, timeout_s)
+    return Request(inputs, "binary" if is_binary else "", identity, outputs, timeout_s)
 
 
 def arrays_of(
@@ -96,7 +96,8 @@ def _listed(head: dict[str, Any], key: str, limits: Limits, faults: list[str]) -
     """The tensors under a key, each an object with a name."""
     tensors = head.get(key)
     if not isinstance(tensors, list) or not tensors:
-        faults.append(f"{key!r} must be an array of tensors; received {kind_of(tensors)}.")
+        received = "an empty array" if tensors == [] else kind_of(tensors)
+        faults.append(f"{key!r} must be an array of tensors; received {received}.")
         return []
     if len(tensors) > limits.tensors:
         faults.append(f"{key!r} has {len(tensors):,} tensors; at most {limits.tensors} are read.")
@@ -155,9 +156,11 @@ def _array(
     if not _is_shape(shape):
         faults.append(f"input {name!r}: shape must be an array of sizes; received {short(shape)}.")
         return None
-    if raw is not None:
-        return raw_array(raw, dtype, shape, spec, faults)
     data = tensor.get("data")
+    if raw is not None:
+        if data is not None:
+            faults.append(f"input {name!r}: expected data or binary_data_size; received both.")
+        return raw_array(raw, dtype, shape, spec, faults)
     if not isinstance(data, list):
         faults.append(
             f"input {name!r}: expected data (an array) or binary_data_size; received "
@@ -189,20 +192,28 @@ def _from_data(data: list[Any], shape: list[int], spec: TensorSpec, faults: list
 
 
 def _outputs(
-    head: dict[str, Any], parameters: dict[str, Any], limits: Limits, faults: list[str]
+    head: dict[str, Any], is_binary: bool, limits: Limits, faults: list[str]
 ) -> dict[str, bool]:
     """The outputs that are asked for by name, and whether each is wanted as bytes."""
     if not head.get("outputs"):
         return {}
-    otherwise = parameters.get("binary_data_output") is True
     result = {}
     for output in _listed(head, "outputs", limits, faults):
         if isinstance(output, dict):
             more = _parameters(output, "an output", faults)
-            result[output.get("name")] = more.get("binary_data", otherwise) is True
+            result[output.get("name")] = _is_set(more, "binary_data", faults, is_binary)
             if "classification" in more:
                 faults.append("classification of an output is not supported: read its values.")
     return result
+
+
+def _is_set(
+    parameters: dict[str, Any], name: str, faults: list[str], otherwise: bool = False
+) -> bool:
+    value = parameters.get(name, otherwise)
+    if not isinstance(value, bool):
+        faults.append(f"{name} must be true or false; received {short(value)}.")
+    return value is True
 
 
 def _timeout_s(parameters: dict[str, Any], faults: list[str]) -> float | None:

@@ -27,9 +27,9 @@ def read(body: bytes, specs: Sequence[TensorSpec], limits: Limits) -> Request:
     faults: list[str] = []
     forms = [form for form in ("instances", "inputs") if form in head]
     if len(forms) != 1:
-        there = " and ".join(map(repr, forms)) or f"the keys {short(sorted(head))}"
+        received = "both" if forms else "neither"
         faults.append(
-            f"expected either 'instances' (rows) or 'inputs' (columns); received {there}."
+            f"expected either 'instances' (rows) or 'inputs' (columns); received {received}."
         )
     if unknown := head.keys() - {"instances", "inputs", "signature_name"}:
         faults.append(f"unknown key {short(sorted(unknown)[0])} in the request.")
