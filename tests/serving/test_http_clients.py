@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 from collections.abc import Iterator
@@ -129,7 +130,14 @@ def test_typed_contents_over_grpc(rpc_port):
     tensor.contents.fp32_contents.extend(X.ravel())
     with grpc.insecure_channel(f"127.0.0.1:{rpc_port}") as channel:
         stub = stubs.GRPCInferenceServiceStub(channel)
-        reply = stub.ModelInfer(request, metadata=[("x-api-key", KEY)], timeout=60)
+        call = functools.partial(stub.ModelInfer, metadata=[("x-api-key", KEY)], timeout=60)
+        reply = call(request)
+        tensor.contents.int_contents.append(1)
+        with pytest.raises(grpc.RpcError, match="in fp32_contents alone; received int_contents"):
+            call(request)
+        request.raw_input_contents.append(X.tobytes())
+        with pytest.raises(grpc.RpcError, match=r"raw_input_contents alone.* int_contents, fp32_"):
+            call(request)
     result = np.frombuffer(reply.raw_output_contents[0], np.float32).reshape(2, 3)
     assert np.allclose(result, X @ KERNEL)
 

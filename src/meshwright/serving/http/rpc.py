@@ -231,12 +231,26 @@ def _inputs(request: Any, model: ServedModel, limits: Limits) -> dict[str, Any]:
         tensor = {"name": entry.name, "datatype": entry.datatype, "shape": list(entry.shape)}
         if not raw and (field := _CONTENTS.get(entry.datatype)):
             tensor["data"] = list(getattr(entry.contents, field))
+        _check_field(entry, bool(raw), faults)
         tensors.append(tensor)
+    refuse(faults)
     views = (memoryview(entry) for entry in raw) if raw else (None for _ in tensors)
     raws = {tensor["name"]: view for tensor, view in zip(tensors, views, strict=True)}
     inputs = open_inference.arrays_of(tensors, raws, model.inputs, faults)
     refuse(faults)
     return inputs
+
+
+def _check_field(entry: Any, is_raw: bool, faults: list[str]) -> None:
+    """A datatype has one field for its values, which is empty where they are raw."""
+    field = None if is_raw else _CONTENTS.get(entry.datatype)
+    others = [about.name for about, _ in entry.contents.ListFields() if about.name != field]
+    if others and (is_raw or field):
+        expected = "raw_input_contents" if is_raw else field
+        faults.append(
+            f"input {short(entry.name)}: expected its values in {expected} alone; received "
+            f"{', '.join(others)}."
+        )
 
 
 def _timeout_s(request: Any, most_s: float) -> float:
