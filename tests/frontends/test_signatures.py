@@ -34,8 +34,13 @@ def test_what_servers_cannot_do_is_named() -> None:
     model.compile("sgd", "mse")
     x, y = np.ones([4, 2]), np.ones([4, 1])
     with mw.ParameterServer() as strategy:
-        with pytest.raises(mw.ModelError, match=r"class_weight= .* needs x= and y= as arrays"):
-            strategy.fit(model, lambda context: [(x, y)], class_weight={0: 1.0})
+        for batch, fault in (
+            ((x, {"a": y}), "needs y as one array, of one output; received y of type dict"),
+            ((x, y, np.ones(4)), "class_weight= and sample_weight= cannot be used together"),
+            (x, r"needs batches \(x, y\); received one without y"),
+        ):
+            with pytest.raises(mw.ModelError, match=fault):
+                strategy.fit(model, lambda context, batch=batch: [batch], class_weight={0: 1.0})
         with pytest.raises(mw.ModelError, match=r"class_weight= and sample_weight= cannot be used"):
             strategy.fit(model, x, y, sample_weight=np.ones(4), class_weight={0: 1.0})
         with pytest.raises(mw.ModelError, match=r"one label in each row .* shape \(4, 2, 3\)"):

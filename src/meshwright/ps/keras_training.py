@@ -59,7 +59,7 @@ class KerasTraining:
         of all workers together; it must be given for datasets that do not know their length.
         ``validation_data`` is given like ``x``, or as ``(x, y)``; every element is counted once,
         also when workers die. The other arguments up to ``validation_freq`` are those of
-        ``keras.Model.fit``; ``class_weight`` is for arrays.
+        ``keras.Model.fit``.
 
         ``checkpoint`` is a directory that is written to after each epoch, or after ``save_every``
         steps, and that the run goes on from (``resume``); it keeps the newest ``keep`` checkpoints.

@@ -113,21 +113,48 @@ def test_rows_of_tables_train_as_whole_tables_do(clip):
     assert stats["lookups"] >= 2 * 2 * 3  # two tables, two epochs, three batches
 
 
+def classifier(loss: str) -> keras.Model:
+    keras.utils.set_random_seed(2)
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, "softmax")])
+    model.compile("adam", loss)
+    return model
+
+
 @pytest.mark.parametrize("one_hot", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_classes_have_the_weights_that_keras_gives_them(one_hot):
-    def build():
-        keras.utils.set_random_seed(2)
-        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, "softmax")])
-        model.compile("adam", f"{'' if one_hot else 'sparse_'}categorical_crossentropy")
-        return model
-
     draw, weights = np.random.default_rng(0), {0: 0.3, 2: 4.0}
     x, y = draw.normal(size=[40, 4]).astype("float32"), draw.integers(0, 3, [40, 1])
     y = np.eye(3)[y[:, 0]] if one_hot else y
-    model, expected = build(), build()
+    loss = f"{'' if one_hot else 'sparse_'}categorical_crossentropy"
+    model, expected = classifier(loss), classifier(loss)
     history = expected.fit(x, y, class_weight=weights, **HOW).history
     with ParameterServer() as strategy:
         same_history(history, strategy.fit(model, x, y, class_weight=weights, **HOW).history)
+    assert apart(expected, model) < 1e-6
+
+
+@pytest.mark.parametrize("form", ["by number", "a stream"])
+def test_classes_of_a_dataset_have_the_weights_that_keras_gives_them(form):
+    class Numbered(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, number):
+            rows = slice(8 * number, 8 * number + 8)
+            return x[rows], y[rows]
+
+    draw, weights = np.random.default_rng(0), {0: 0.3, 2: 4.0}
+    x, y = draw.normal(size=[32, 4]).astype("float32"), draw.integers(0, 3, [32])
+    model, expected = (classifier("sparse_categorical_crossentropy") for _ in range(2))
+    history = expected.fit(Numbered(), class_weight=weights, shuffle=False, verbose=0).history
+    feeds = {
+        "by number": Numbered(),
+        "a stream": lambda context: (Numbered()[number] for number in range(4)),
+    }
+    how = {"class_weight": weights, "steps_per_epoch": 4, "verbose": 0}
+    with ParameterServer() as strategy:
+        actual = strategy.fit(model, feeds[form], **how)
+        same_history(history, actual.history)
     assert apart(expected, model) < 1e-6
 
 

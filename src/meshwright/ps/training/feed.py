@@ -10,6 +10,7 @@ import keras
 
 from ...errors import BatchError, DataError
 from ...run.options import Data
+from . import class_weights
 from .data import ArrayBatches, DatasetMaker, InputContext, first_element
 from .signature import Signature
 from .worker_step import as_batch
@@ -39,17 +40,20 @@ class Feed:
 def feed_of(data: Data, epochs: int = 1, *, num_workers: int = 1, seed: int = 0) -> Feed:
     """The feed of a user's data, for this number of epochs; arrays are shuffled by ``seed``.
 
-    Raises :class:`~meshwright.DataError` and :class:`~meshwright.BatchError` for invalid data.
+    Raises :class:`~meshwright.DataError` and :class:`~meshwright.BatchError` for invalid data, and
+    :class:`~meshwright.ModelError` for invalid weights of classes.
     """
     x = data.x
     if _is_arrays(x):
-        return _of_arrays(data, epochs, num_workers, seed)
+        return _of_arrays(class_weights.of_arrays(data), epochs, num_workers, seed)
     if data.y is not None or data.sample_weight is not None or data.batch_size is not None:
         raise BatchError(
             "y=, sample_weight= and batch_size= are for arrays. The elements of a dataset must be "
             "batches: (x, y) or (x, y, sample_weight)."
         )
     function = x if callable(x) else _Same(x)
+    if data.class_weight is not None:
+        function = class_weights.of_batches(function, data.class_weight)
     dataset = function(InputContext(0, num_workers))
     example = as_batch(first_element(dataset))
     if isinstance(x, Iterator):

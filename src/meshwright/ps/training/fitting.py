@@ -25,7 +25,6 @@ from ..coordinator.coordinator import ClusterCoordinator
 from ..coordinator.data import check_sharding
 from ..options import InputOptions, Tables
 from .callbacks import checked_callbacks
-from .class_weights import with_class_weights
 from .compression import Compression
 from .compression import compression as compression_of
 from .feed import Feed, feed_of
@@ -53,7 +52,6 @@ def fit(
 ) -> keras.callbacks.History:
     """See :meth:`ParameterServer.fit`; ``saver`` makes one when all else was checked."""
     data, validation = check_fit(model, data, validation, schedule)
-    data = with_class_weights(data)
     check_sharding(input_options.sharding)
     how, workers = compression_of(compression), strategy.num_workers
     feed = feed_of(data, schedule.epochs, num_workers=workers, seed=input_options.seed)
