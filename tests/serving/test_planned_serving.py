@@ -102,9 +102,10 @@ def test_a_narrower_type_is_chosen_where_it_is_faster_or_alone_fits() -> None:
     assert both.serving is not None
     assert (own.serving.precision, both.serving.precision) == (None, "bfloat16")
     assert both.chosen.peak_bytes < own.chosen.peak_bytes
-    assert any(
-        str(reason).startswith("precision bfloat16: of the model takes") for reason in both.why
-    )
+    assert "precision" not in str(own.why)  # there was none to compare with
+    (reason,) = (str(reason) for reason in both.why if "precision" in str(reason))
+    assert reason.startswith("precision bfloat16: of the model takes")
+    assert "bfloat16 takes" not in reason
     limit = both.serving.batches[0].peak_bytes
     assert limit is not None
     goal = mw.ServingGoal("latency", rows=(1,))

@@ -194,7 +194,7 @@ def _why(
     """What the precision changes beside the others that were looked at."""
     changes = []
     for other in candidates:
-        if other is best:
+        if other.precision == best.precision:
             continue
         time_s, peak = time_s_of(other.plan.chosen), other.plan.chosen.held_bytes
         changes.append(
