@@ -104,7 +104,7 @@ def test_a_narrower_type_is_chosen_where_it_is_faster_or_alone_fits() -> None:
     assert both.chosen.peak_bytes < own.chosen.peak_bytes
     assert "precision" not in str(own.why)  # there was none to compare with
     (reason,) = (str(reason) for reason in both.why if "precision" in str(reason))
-    assert reason.startswith("precision bfloat16: of the model takes")
+    assert reason.startswith("precision bfloat16: the model's own precision takes")
     assert "bfloat16 takes" not in reason
     limit = both.serving.batches[0].peak_bytes
     assert limit is not None
@@ -112,8 +112,8 @@ def test_a_narrower_type_is_chosen_where_it_is_faster_or_alone_fits() -> None:
     least = mw.plan(shapes(), ROW, target="h100:1", objective=goal, memory_limit=limit + 1024)
     assert least.serving is not None
     assert least.serving.precision == "bfloat16"
-    assert "of the model does not fit" in str(least)
-    with pytest.raises(mw.PlanError, match=r"(?s)of the model: .*bfloat16: "):
+    assert "the model's own precision does not fit" in str(least)
+    with pytest.raises(mw.PlanError, match=r"(?s)the model's own precision: .*bfloat16: "):
         mw.plan(shapes(), ROW, target="h100:1", objective="latency", memory_limit=1000)
     with pytest.raises(mw.PlanError, match=r"(?s)precisions must list .*received \['int4'\]"):
         mw.ServingGoal("latency", precisions=["int4"])

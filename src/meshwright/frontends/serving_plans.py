@@ -202,7 +202,8 @@ def _why(
             f"best, on {_devices(other.plan.chosen.num_devices)}"
         )
     changes += [f"{_named(precision)} does not fit" for precision in faults]
-    why = [Reason(f"precision {_named(best.precision)}", tuple(changes))] if changes else []
+    of = best.precision or "of the model"
+    why = [Reason(f"precision {of}", tuple(changes))] if changes else []
     plan = best.plan
     if plan.chosen.pipeline is not None and WITHOUT_STAGES not in plan.named:
         why.append(Reason("stages", ("without them nothing fits",)))
@@ -214,4 +215,4 @@ def _devices(count: int) -> str:
 
 
 def _named(precision: str | None) -> str:
-    return precision or "of the model"
+    return precision or "the model's own precision"
