@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..layouts.placement import Placement
+from ..planning.dry_run import not_compiled
 from ..planning.serving import ServingReport, serving_report
 from ..planning.serving_stages import staged_report
 from ..stages.pipeline import Pipeline
@@ -43,7 +44,8 @@ def dry_run_of_serving(
             graph_of=forwards.graph,
         )
     placement = strategy if isinstance(strategy, Placement) else strategy.placement
-    staged = StagedForwards(forwards, placement, pipeline, target, is_rough)
+    compiles = not not_compiled(target, compile)
+    staged = StagedForwards(forwards, placement, pipeline, target, compiles, is_rough)
     return staged_report(
         [(count, staged.on(count)) for count in rows],
         placement.mesh,

@@ -45,21 +45,23 @@ def served_pipeline(strategy: Any) -> Pipeline | None:
 class StagedForwards:
     """The stages of a forward pass under a placement, for batches of any size.
 
-    They are cut as a server cuts them, or with ``is_rough`` as one device would run the batch: for
-    a search, as the model is then traced once for all placements, but not to be compiled. Raises
-    :class:`~meshwright.PipelineError` for a model that cannot be cut.
+    Stages that are not compiled have the operations of one device, so that the model is traced once
+    for all placements. They are cut as a server cuts them, or with ``is_rough``, for a search, as
+    one device would run the batch. Raises :class:`~meshwright.PipelineError` for a model that
+    cannot be cut.
     """
 
     forwards: Forwards
     placement: Placement
     pipeline: Pipeline
     target: Target
+    compiles: bool = True
     is_rough: bool = False
 
     def on(self, rows: int) -> list[StageStep]:
         """The stages of a batch of this size, each on its own devices."""
         whole = self.forwards.on(self._steps, rows)
-        if self.is_rough:
+        if not self.compiles:
             return self._stages(whole, rows, self._line_alone(rows))
         return self._stages(whole, rows, _line(whole, whole.batch, self.target.platform))
 

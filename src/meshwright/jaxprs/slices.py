@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 Var = Any
@@ -47,3 +47,26 @@ def needed(eqns: Sequence[Any], outputs: Iterable[Any]) -> list[int]:
             numbers.append(number)
             wanted.update(variables(eqns[number].invars))
     return numbers[::-1]
+
+
+def needed_behind(
+    eqns: Sequence[Any], makers: Mapping[Var, int], outputs: Iterable[Any], stops: Container[Var]
+) -> list[int]:
+    """The numbers of the equations that compute these variables from ``stops``, in order.
+
+    ``makers`` says which equation makes a variable, so that of a long jaxpr only what is needed is
+    looked at.
+
+    >>> import jax
+    >>> jaxpr = jax.make_jaxpr(lambda x: jax.numpy.sin(x + 1.0) * 2.0)(1.0).jaxpr
+    >>> makers = {var: n for n, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    >>> needed_behind(jaxpr.eqns, makers, jaxpr.outvars, {jaxpr.eqns[0].outvars[0]})
+    [1, 2]
+    """
+    numbers, waiting = set[int](), [var for var in variables(outputs) if var not in stops]
+    while waiting:
+        number = makers.get(waiting.pop())
+        if number is not None and number not in numbers:
+            numbers.add(number)
+            waiting += [var for var in variables(eqns[number].invars) if var not in stops]
+    return sorted(numbers)

@@ -108,3 +108,7 @@ class Graph:
     dims: tuple[GraphDim, ...]
     tensors: tuple[GraphTensor, ...]
     operations: tuple[Operation, ...]
+
+    def __hash__(self) -> int:
+        # Tables by graph look one up hundreds of times, and its operations are tens of thousands.
+        return hash((self.dims, len(self.tensors), len(self.operations)))

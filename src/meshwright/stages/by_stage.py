@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..jaxprs.slices import variables
+from ..jaxprs.slices import needed_behind, variables
 from .evaluating import evaluated
-from .line import slice_of
 
 Var = Any
 
@@ -242,7 +241,7 @@ class _Dealt:
                 own = [piece for piece in pack if piece.stage == stage]
                 members = from_row(own, values[path][0])
                 own_values |= {arguments[at]: value for at, value in members.items()}
-        numbers = slice_of(self._eqns, self._maker, outputs, set(own_values))
+        numbers = needed_behind(self._eqns, self._maker, outputs, own_values)
         return evaluated(self._closed, [self._eqns[n] for n in numbers], outputs, own_values)
 
 

@@ -142,7 +142,7 @@ class Segments:
 
     def _arguments(self, stage: int) -> dict[Any, tuple[str, Any]]:
         line, (enters, leaves) = self._line, self.boundaries[stage : stage + 2]
-        numbers = line.slice(leaves, enters)
+        numbers = line.slice(leaves, set(enters))
         atoms = itertools.chain(leaves, *(line.eqns[number].invars for number in numbers))
         read = {atom for atom in atoms if not hasattr(atom, "val")} - set(enters)
         return {var: key for var, key in line.traced.arguments.items() if var in read}

@@ -9,7 +9,7 @@ nothing is required of the model (zero bubble, Qi et al., 2023).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from ..jaxprs.evaluation import evaluated, read
 from ..jaxprs.flops import equation_flops
 from ..jaxprs.narrowest import narrowest
 from ..jaxprs.primitives import TABLE, inner_jaxprs, opened
-from ..jaxprs.slices import reached, variables
+from ..jaxprs.slices import needed_behind, reached, variables
 from ..jaxprs.walk import LOOPS
 
 Var = Any
@@ -152,15 +152,8 @@ class _Equations:
         """All that is computed on the way to these variables."""
         return {var for number in self._slice(outputs, ()) for var in self.eqns[number].outvars}
 
-    def _slice(self, outputs: Iterable[Any], stops: Iterable[Var]) -> list[int]:
-        stops, numbers = set(stops), set[int]()
-        waiting = [var for var in variables(outputs) if var not in stops]
-        while waiting:
-            number = self._maker.get(waiting.pop())
-            if number is not None and number not in numbers:
-                numbers.add(number)
-                waiting += [v for v in variables(self.eqns[number].invars) if v not in stops]
-        return sorted(numbers)
+    def _slice(self, outputs: Iterable[Any], stops: Container[Var]) -> list[int]:
+        return needed_behind(self.eqns, self._maker, outputs, stops)
 
 
 def _inlined(called: Any, flat: Sequence[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ computes: statistics change there micro-batch by micro-batch, as metrics do.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import PipelineError
 from ..jaxprs.flops import equation_flops
-from ..jaxprs.slices import reached, variables
+from ..jaxprs.slices import needed_behind, reached, variables
 from .evaluating import evaluated
 from .parts import listed
 from .traced import Traced
@@ -228,10 +228,17 @@ class Line:
 
     def in_order(self, paths: Iterable[str]) -> list[str]:
         """Parameters in the order in which the line reads them."""
+        first = self._first_read
+        return sorted(paths, key=lambda path: first.get(path, len(self.order)))
+
+    @functools.cached_property
+    def _first_read(self) -> dict[str, int]:
+        """The first position that reads a parameter."""
         first: dict[str, int] = {}
         for k, read in enumerate(self.params_read):
-            first = dict.fromkeys(read, k) | first
-        return sorted(paths, key=lambda path: first.get(path, len(self.order)))
+            for path in read:
+                first.setdefault(path, k)
+        return first
 
     def layer_at(self, position: int) -> str:
         """The first parameter that is read from a position on."""
@@ -239,9 +246,9 @@ class Line:
 
     # Values
 
-    def slice(self, outputs: Iterable[Any], stops: Iterable[Var]) -> list[int]:
+    def slice(self, outputs: Iterable[Any], stops: Container[Var]) -> list[int]:
         """Numbers of the equations that these variables need, up to the stops."""
-        return slice_of(self.eqns, self._producer, outputs, set(stops))
+        return needed_behind(self.eqns, self._producer, outputs, stops)
 
     def evaluate(
         self, outputs: Sequence[Any], values: Mapping[Var, Any], *, counting: bool = False
@@ -251,7 +258,7 @@ class Line:
         eqns = [self.eqns[number] for number in self.slice(outputs, values)]
         return evaluated(self.traced.closed, eqns, outputs, values)
 
-    def params_of(self, outputs: Sequence[Any], stops: Iterable[Var]) -> list[str]:
+    def params_of(self, outputs: Sequence[Any], stops: Container[Var]) -> list[str]:
         """Paths of the parameters that variables are computed from."""
         read = {*variables(outputs)}
         for number in self.slice(outputs, stops):
@@ -306,7 +313,7 @@ class _Reach:
         self._of_batch = reached(self.eqns, self._batch)
 
     def slice(self, outputs: Iterable[Any]) -> list[int]:
-        return slice_of(self.eqns, self._maker, outputs, set())
+        return needed_behind(self.eqns, self._maker, outputs, set())
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Paths of the state that changes with what is computed, and of what counts on."""
@@ -356,18 +363,6 @@ class _Reach:
             for n in alone
         }
         return sorted(main, key=lambda n: places.get(n, (n, 1, n)))
-
-
-def slice_of(
-    eqns: Sequence[Any], maker: Mapping[Var, int], outputs: Iterable[Any], stops: set[Var]
-) -> list[int]:
-    numbers, waiting = set[int](), [v for v in variables(outputs) if v not in stops]
-    while waiting:
-        number = maker.get(waiting.pop())
-        if number is not None and number not in numbers:
-            numbers.add(number)
-            waiting += [v for v in variables(eqns[number].invars) if v not in stops]
-    return sorted(numbers)
 
 
 def _is_inexact(var: Var) -> bool:

@@ -110,7 +110,7 @@ class Segments:
     cuts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if paths := self.line.params_of(self.line.outputs, self.boundaries[-1]):
+        if paths := self.line.params_of(self.line.outputs, set(self.boundaries[-1])):
             raise PipelineError(
                 f"what comes after the last layer is computed from {listed(paths)}, which is not "
                 "supported in a pipeline."
@@ -142,7 +142,7 @@ class Segments:
     def params(self) -> list[list[str]]:
         """Paths of the parameters that each stage reads."""
         ends = itertools.pairwise(self.boundaries)
-        read = (self.line.params_of(leaves, enters) for enters, leaves in ends)
+        read = (self.line.params_of(leaves, set(enters)) for enters, leaves in ends)
         return [self.line.in_order(paths) for paths in read]
 
     @functools.cached_property

@@ -56,9 +56,11 @@ def _moments(problem: Compact, remat: Remat, zero: int, beside: int, is_looped: 
         others = np.minimum(sizes, sizes[list(timeline.ahead)]) * np.array(rows, sizes.dtype)
         sizes = sizes + (beside - 1) * others
     running = np.zeros((len(sizes), len(problem.works)), np.int32)
+    needs_room = [_needs_room(work, problem.pieces) for work in problem.works]
     for operation, when in timeline.runs:
         work = problem.work_of[operation]
-        running[when, work] |= _needs_room(problem.works[work], problem.pieces)
+        if needs_room[work]:
+            running[when, work] = True
     return _undominated(np.concatenate([sizes, running], axis=1)).astype(np.int64)
 
 
