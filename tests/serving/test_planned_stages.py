@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright.frontends.forwards import Forwards
+from meshwright.frontends.serving_dry_runs import dry_run_of_serving
+from meshwright.frontends.staged_forwards import StagedForwards
+from meshwright.stages.pipeline import Pipeline
 from meshwright.targets.hardware import Hardware, Link
+from meshwright.targets.target import Target
 
 WIDTH, BLOCKS = 64, 8
 ROW = jax.ShapeDtypeStruct((1, WIDTH), "float32")
@@ -124,3 +129,23 @@ def test_a_model_that_a_device_holds_has_no_stages() -> None:
     plan = planned(20)
     assert plan.chosen.num_devices == 1
     assert all(option.pipeline is None for option in (*plan.runners_up, *plan.named.values()))
+
+
+@pytest.mark.parametrize("axis", ["model", None], ids=["blocks alike", "one lies otherwise"])
+def test_stages_that_are_alike_are_estimated_once(axis: str | None) -> None:
+    layouts = {"block_5/kernel": [None, axis], ".*": [None, "model"]}
+    placement = mw.Sharded(mw.Mesh({"stage": 4, "model": 2}), layouts, batch=None).placement
+    forwards, pipeline = Forwards(build(), ROW), Pipeline("stage", 4)
+    target = Target.of("cpu:8")
+    staged = StagedForwards(forwards, placement, pipeline, target, compiles=False, is_rough=True)
+    # The first stage has the inputs, and the last one tanh more than the others.
+    assert [stage.like for stage in staged.on(8)] == [None, None, 1 if axis else None, None]
+    rough, exact = (
+        dry_run_of_serving(
+            forwards, placement, pipeline, target, SLOW_LINKS,
+            rows=[8], compile=False, timeout_s=60, is_rough=is_rough,
+        ).batches[0]
+        for is_rough in (True, False)
+    )  # fmt: skip
+    assert (rough.latency_s, rough.interval_s) == (exact.latency_s, exact.interval_s)
+    assert rough.report.peak_bytes == exact.report.peak_bytes

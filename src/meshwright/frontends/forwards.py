@@ -16,6 +16,7 @@ from ..planning.abstract_step import on_batch, unbound
 from ..planning.faults import tracing
 from ..planning.graph import Graph
 from ..planning.serving import ForwardStep
+from ..planning.serving_stages import StageStep
 from ..planning.traced_graph import graph_of_step
 from ..program import Program
 from ..stages.forward_line import Paths
@@ -38,7 +39,8 @@ class Forwards:
     precision: str | None = None
     graphs: dict[int, Graph] = field(default_factory=dict)
     lines: dict[int, Line] = field(default_factory=dict)
-    stage_graphs: dict[tuple[int, tuple[Paths, ...]], list[Graph]] = field(default_factory=dict)
+    stages: dict[tuple[int, tuple[Paths, ...]], list[StageStep]] = field(default_factory=dict)
+    stage_graphs: dict[tuple[int, tuple[Paths, ...], int], Graph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.precision is not None and isinstance(self.model, Program):

@@ -54,5 +54,5 @@ def dry_run_of_serving(
         hardware,
         compile=compile,
         timeout_s=timeout_s,
-        graphs_of=staged.graphs,
+        graph_of=staged.graph,
     )

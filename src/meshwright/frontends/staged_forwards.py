@@ -65,16 +65,19 @@ class StagedForwards:
             return self._stages(whole, rows, self._line_alone(rows))
         return self._stages(whole, rows, _line(whole, whole.batch, self.target.platform))
 
-    def graphs(self, rows: int) -> list[Graph]:
-        """The operations of each stage of a batch, as one device would do them."""
+    def graph(self, rows: int, number: int) -> Graph:
+        """The operations of one stage of a batch, as one device would do them."""
         line, graphs = self._line_alone(rows), self.forwards.stage_graphs
         begins = self._begins(line)
-        if (rows, begins) not in graphs:
-            step = self.forwards.on(self.forwards.alone, rows)
+        if (rows, begins, number) not in graphs:
+            stages = self.forwards.stages
+            if (rows, begins) not in stages:
+                step = self.forwards.on(self.forwards.alone, rows)
+                stages[rows, begins] = self._stages(step, rows, line)
+            step = stages[rows, begins][number]
             with tracing(step.program.name):
-                stages = self._stages(step, rows, line)
-                graphs[rows, begins] = [graph_of_step(stage) for stage in stages]
-        return graphs[rows, begins]
+                graphs[rows, begins, number] = graph_of_step(step)
+        return graphs[rows, begins, number]
 
     def _line_alone(self, rows: int) -> Line:
         """The operations of a batch as one device does them; traced once for all placements."""
@@ -130,7 +133,7 @@ class StagedForwards:
             for values in cuts.boundaries[:-1]
         ]
         last = len(begins)
-        return [
+        stages = [
             StageStep(
                 _part(whole.program, cuts.weights(number)),
                 whole.placement,
@@ -142,11 +145,23 @@ class StagedForwards:
             )
             for number in range(last + 1)
         ]
+        return _with_likes(stages, cuts) if self.is_rough else stages
 
 
 def _line(steps: Assembly, batch: Any, on: str) -> Line:
     with _compat.keras_sees(on), tracing_for(on), tracing(steps.program.name):
         return forward_line(steps.predict_step, steps.state.params, steps.state.state, batch)
+
+
+def _with_likes(stages: list[StageStep], cuts: Segments) -> list[StageStep]:
+    """The stages, each with the first that does the same to weights that lie alike."""
+    first, result = dict[Any, int](), list[StageStep]()
+    for number, stage in enumerate(stages):
+        specs = {entry.info.path: entry.layout for entry in stage.placed}
+        form, weights = cuts.form(number)
+        before = first.setdefault((form, tuple(specs.get(path) for path in weights)), number)
+        result.append(replace(stage, like=before if before != number else None))
+    return result
 
 
 def _part(program: Program, weights: Paths) -> Program:

@@ -39,12 +39,14 @@ class StageStep(ForwardStep):
 
     ``batch`` holds what the stage reads of the batch, and what enters it from the stage before;
     ``leaving`` is what it passes on, nothing of the last one. ``layer`` is the first weight that it
-    is the first to read.
+    is the first to read. ``like`` is the number of a stage before it that does the same to weights
+    that lie alike, where no one asks for their names.
     """
 
     function: Callable[..., Any]
     leaving: tuple[Any, ...]
     layer: str
+    like: int | None = None
 
     @functools.cached_property
     def _forward(self) -> Any:
@@ -108,11 +110,12 @@ def staged_report(
     *,
     compile: bool,
     timeout_s: float,
-    graphs_of: Callable[[int], Sequence[Graph]],
+    graph_of: Callable[[int, int], Graph],
 ) -> ServingReport:
     """The report on batches of several sizes, each by the steps of its stages on one mesh.
 
-    ``graphs_of`` gives the operations of each stage of one, where nothing is compiled.
+    ``graph_of`` gives the operations of a batch of this size in the stage of this number, where
+    nothing is compiled.
     """
     size = mesh.size // mesh[axis]
     part = part_with(target, size)
@@ -124,10 +127,16 @@ def staged_report(
     )
     between, batches = _Between(mesh, axis, target, hardware), []
     for rows, of_stages in steps:
-        graphs = graphs_of(rows) if why else [None] * len(of_stages)
+        reports = list[DryRun]()
+        for number, step in enumerate(of_stages):
+            if step.like is None:
+                graph = graph_of(rows, number) if why else None
+                reports.append(run(step, graph=graph))
+            else:
+                reports.append(reports[step.like])
         stages = tuple(
-            _stage(number, step, run(step, graph=graph), between)
-            for number, (step, graph) in enumerate(zip(of_stages, graphs, strict=True))
+            _stage(number, step, report, between)
+            for number, (step, report) in enumerate(zip(of_stages, reports, strict=True))
         )
         batches.append(_batch(rows, stages, hardware))
     _, (first, *_) = steps[0]

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..errors import PipelineError
-from ..jaxprs.slices import reached
+from ..jaxprs.slices import reached, variables
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
 from .cuts import line_cuts
@@ -139,6 +139,27 @@ class Segments:
             return line.evaluate(leaves, {**values, **dict(zip(enters, entering, strict=True))})
 
         return run
+
+    def form(self, stage: int) -> tuple[Any, list[str]]:
+        """What a stage does, equal for stages that do the same, and its weights in the order in
+        which it reads them."""
+        line, (enters, leaves) = self._line, self.boundaries[stage : stage + 2]
+        arguments = self._arguments(stage)
+        names: dict[Any, int] = {}
+
+        def name(atoms: Iterable[Any]) -> tuple[int, ...]:
+            return tuple(names.setdefault(var, len(names)) for var in variables(atoms))
+
+        does: list[Any] = [name(enters), *(str(var.aval) for var in enters)]
+        for number in line.slice(leaves, set(enters)):
+            eqn = line.eqns[number]
+            does.append((line.signs[number], name(eqn.invars), name(eqn.outvars)))
+        does.append(name(leaves))
+        read = {var: key for var, (part, key) in arguments.items() if part != "batch"}
+        of_batch = tuple(
+            (names[var], key) for var, (part, key) in arguments.items() if part == "batch"
+        )
+        return (tuple(does), of_batch), [read[var] for var in names if var in read]
 
     def _arguments(self, stage: int) -> dict[Any, tuple[str, Any]]:
         line, (enters, leaves) = self._line, self.boundaries[stage : stage + 2]

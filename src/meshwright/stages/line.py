@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import PipelineError
 from ..jaxprs.flops import equation_flops
+from ..jaxprs.signatures import signs_of
 from ..jaxprs.slices import needed_behind, reached, variables
 from .evaluating import evaluated
 from .parts import listed
@@ -75,6 +76,11 @@ class Line:
     @functools.cached_property
     def eqns(self) -> Sequence[Any]:
         return self.traced.closed.jaxpr.eqns
+
+    @functools.cached_property
+    def signs(self) -> list[int]:
+        """A number per equation: equal for those that do the same to arrays alike."""
+        return signs_of(self.eqns).tolist()
 
     @functools.cached_property
     def producer(self) -> dict[Var, int]:
