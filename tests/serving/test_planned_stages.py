@@ -137,15 +137,16 @@ def test_stages_that_are_alike_are_estimated_once(axis: str | None) -> None:
     placement = mw.Sharded(mw.Mesh({"stage": 4, "model": 2}), layouts, batch=None).placement
     forwards, pipeline = Forwards(build(), ROW), Pipeline("stage", 4)
     target = Target.of("cpu:8")
-    staged = StagedForwards(forwards, placement, pipeline, target, compiles=False, is_rough=True)
+    staged = StagedForwards(forwards, placement, pipeline, target, compiles=False, is_named=False)
     # The first stage has the inputs, and the last one tanh more than the others.
     assert [stage.like for stage in staged.on(8)] == [None, None, 1 if axis else None, None]
-    rough, exact = (
+    once, each_by_itself = (
         dry_run_of_serving(
             forwards, placement, pipeline, target, SLOW_LINKS,
-            rows=[8], compile=False, timeout_s=60, is_rough=is_rough,
+            rows=[8], compile=False, timeout_s=60, is_named=is_named,
         ).batches[0]
-        for is_rough in (True, False)
+        for is_named in (False, True)
     )  # fmt: skip
-    assert (rough.latency_s, rough.interval_s) == (exact.latency_s, exact.interval_s)
-    assert rough.report.peak_bytes == exact.report.peak_bytes
+    assert once.latency_s == each_by_itself.latency_s
+    assert once.interval_s == each_by_itself.interval_s
+    assert once.report.peak_bytes == each_by_itself.report.peak_bytes

@@ -27,11 +27,12 @@ def dry_run_of_serving(
     compile: bool,
     timeout_s: float,
     is_rough: bool = False,
+    is_named: bool = True,
 ) -> ServingReport:
     """What batches of these sizes take under a strategy, or a placement.
 
-    With ``is_rough`` stages are cut as for a search, see
-    :class:`~meshwright.frontends.staged_forwards.StagedForwards`.
+    With ``is_rough`` stages are cut as for a search, and unless ``is_named`` some have the reports
+    of others, see :class:`~meshwright.frontends.staged_forwards.StagedForwards`.
     """
     if pipeline is None:
         steps = forwards.steps(strategy)
@@ -45,7 +46,9 @@ def dry_run_of_serving(
         )
     placement = strategy if isinstance(strategy, Placement) else strategy.placement
     compiles = not not_compiled(target, compile)
-    staged = StagedForwards(forwards, placement, pipeline, target, compiles, is_rough)
+    staged = StagedForwards(
+        forwards, placement, pipeline, target, compiles, is_rough=is_rough, is_named=is_named
+    )
     return staged_report(
         [(count, staged.on(count)) for count in rows],
         placement.mesh,

@@ -206,4 +206,5 @@ def report_of(
         compile=compile and part is not None,
         timeout_s=question.timeout_s,
         is_rough=is_rough,
+        is_named=False,
     )

@@ -47,8 +47,8 @@ class StagedForwards:
 
     Stages that are not compiled have the operations of one device, so that the model is traced once
     for all placements. They are cut as a server cuts them, or with ``is_rough``, for a search, as
-    one device would run the batch. Raises :class:`~meshwright.PipelineError` for a model that
-    cannot be cut.
+    one device would run the batch. Unless ``is_named``, a stage may stand for others that do the
+    same. Raises :class:`~meshwright.PipelineError` for a model that cannot be cut.
     """
 
     forwards: Forwards
@@ -57,6 +57,7 @@ class StagedForwards:
     target: Target
     compiles: bool = True
     is_rough: bool = False
+    is_named: bool = True
 
     def on(self, rows: int) -> list[StageStep]:
         """The stages of a batch of this size, each on its own devices."""
@@ -145,7 +146,7 @@ class StagedForwards:
             )
             for number in range(last + 1)
         ]
-        return _with_likes(stages, cuts) if self.is_rough else stages
+        return stages if self.is_named else _with_likes(stages, cuts)
 
 
 def _line(steps: Assembly, batch: Any, on: str) -> Line:
