@@ -44,18 +44,20 @@ def _alive(problem: Compact, remat: Remat, accumulate: int, zero: int) -> np.nda
 def _moments(problem: Compact, remat: Remat, zero: int, beside: int, is_looped: bool) -> np.ndarray:
     """How many of each piece are alive at each operation, equal moments once."""
     timeline = timeline_of(problem, zero, remat, is_looped)
-    changes = np.zeros((timeline.length + 1, len(problem.pieces)), np.int32)
+    most = beside * len(timeline.lifetimes)  # that can be alive
+    dtype = np.int16 if most < 1 << 15 else np.int32  # hundreds of MB for long models
+    changes = np.zeros((timeline.length + 1, len(problem.pieces)), dtype)
     for life in timeline.lifetimes:
         changes[life.first, life.piece] += 1
         changes[life.last + 1, life.piece] -= 1
-    sizes = np.cumsum(changes, axis=0, out=changes)[: max(timeline.length, 1)]
+    sizes = np.cumsum(changes, axis=0, dtype=dtype, out=changes)[: max(timeline.length, 1)]
     if beside > 1 and timeline.ahead:
         rows = [
             piece.kind == "activation" and problem.batch in piece.scope for piece in problem.pieces
         ]
         others = np.minimum(sizes, sizes[list(timeline.ahead)]) * np.array(rows, sizes.dtype)
         sizes = sizes + (beside - 1) * others
-    running = np.zeros((len(sizes), len(problem.works)), np.int32)
+    running = np.zeros((len(sizes), len(problem.works)), dtype)
     needs_room = [_needs_room(work, problem.pieces) for work in problem.works]
     for operation, when in timeline.runs:
         work = problem.work_of[operation]
