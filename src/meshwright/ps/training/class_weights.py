@@ -55,7 +55,10 @@ class WeightedDataset:
 
     def __call__(self, context: InputContext) -> Any:
         """The dataset; its elements have numbers where they had."""
-        dataset = self.dataset_fn(context)
+        return self.weighted(self.dataset_fn(context))
+
+    def weighted(self, dataset: Any) -> Any:
+        """The same of a dataset that is there."""
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             return _WeightedByNumber(dataset, self.weights)
         return _WeightedBatches(dataset, self.weights) if hasattr(dataset, "__iter__") else dataset

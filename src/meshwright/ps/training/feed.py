@@ -52,9 +52,11 @@ def feed_of(data: Data, epochs: int = 1, *, num_workers: int = 1, seed: int = 0)
             "batches: (x, y) or (x, y, sample_weight)."
         )
     function = x if callable(x) else _Same(x)
+    dataset = function(InputContext(0, num_workers))
+    steps = data.steps or _length(dataset)
     if data.class_weight is not None:
         function = class_weights.of_batches(function, data.class_weight)
-    dataset = function(InputContext(0, num_workers))
+        dataset = function.weighted(dataset)
     example = as_batch(first_element(dataset))
     if isinstance(x, Iterator):
         raise DataError(
@@ -62,7 +64,7 @@ def feed_of(data: Data, epochs: int = 1, *, num_workers: int = 1, seed: int = 0)
             "a function that makes the dataset on each worker: strategy.fit(model, lambda "
             "context: ...)."
         )
-    return Feed(DatasetMaker(function, num_workers), (example,), data.steps or _length(dataset))
+    return Feed(DatasetMaker(function, num_workers), (example,), steps)
 
 
 def _of_arrays(data: Data, epochs: int, num_workers: int, seed: int) -> Feed:
