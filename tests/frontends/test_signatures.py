@@ -37,6 +37,7 @@ def test_what_servers_cannot_do_is_named() -> None:
         for batch, fault in (
             ((x, {"a": y}), "needs y as one array, of one output; received y of type dict"),
             ((x, y, np.ones(4)), "class_weight= and sample_weight= cannot be used together"),
+            ((x, np.array(["a"] * 4)), "labels that are numbers; received y of dtype <U1"),
             (x, r"needs batches \(x, y\); received one without y"),
         ):
             with pytest.raises(mw.ModelError, match=fault):

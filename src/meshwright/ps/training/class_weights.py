@@ -114,6 +114,11 @@ def _of_labels(y: Any, weights: Weights) -> np.ndarray[Any, Any]:
             f"shape {tuple(y.shape)}. Give sample_weight=."
         )
     labels = np.asarray(y)
+    if labels.dtype.kind in "OSU":
+        raise ModelError(
+            f"class_weight= needs labels that are numbers; received y of dtype {labels.dtype}. "
+            "Number the classes first, as keras.layers.StringLookup does."
+        )
     if labels.ndim > 1:
         labels = labels[..., 0] if labels.shape[-1] == 1 else labels.argmax(-1)
     classes = np.round(labels).astype("int32")
