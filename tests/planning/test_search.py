@@ -445,6 +445,51 @@ print([each.time_s(1, how).tobytes().hex() for each in corners for how in EVERY_
 """
 
 
+def attention_of_blocks(blocks, width=64, heads=4):
+    """The step of a plain function: nothing but their order tells its blocks apart."""
+
+    def loss(weights, x):
+        rows, length, _ = x.shape
+        for n in range(blocks):
+            projected = (x @ weights[f"block_{n}/{name}"] for name in ("query", "key", "value"))
+            query, key, value = (y.reshape(rows, length, heads, -1) for y in projected)
+            scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", query, key))
+            mixed = jnp.einsum("bhqk,bkhd->bqhd", scores, value).reshape(rows, length, width)
+            x = x + mixed @ weights[f"block_{n}/out"]
+        return jnp.mean(x**2)
+
+    names = ("query", "key", "value", "out")
+    weights = {
+        f"block_{n}/{name}": jax.ShapeDtypeStruct((width, width), "float32")
+        for n in range(blocks)
+        for name in names
+    }
+    program = mw.jax_program(loss, weights, optax.sgd(0.1))
+    batch = jax.ShapeDtypeStruct((16, 32, width), "float32")
+    return graph_of_step(abstract_step(program, batch, mw.Placement.of(mw.Mesh({"batch": 1}))))
+
+
+def test_equal_blocks_without_names_are_one_kind_of_work():
+    three, nine = (compact(attention_of_blocks(blocks)) for blocks in (3, 9))
+    assert len(nine.works) == len(three.works)
+    assert len(nine.units) == len(three.units)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_families_of_activations_change_no_cost(zero):
+    """Each dim that no argument has as a family of its own, beside those that are found."""
+    graph = attention_of_blocks(3)
+    problem = compact(graph)
+    laid_out = {problem.units[place].family for place in problem.laid_out}
+    dims = [d if d.family in laid_out else replace(d, family=d.name) for d in graph.dims]
+    alone = replace(graph, dims=tuple(dims))
+    assert len(compact(alone).units) > len(problem.units)
+    axes, rules = (("rows", 4), ("cols", 2)), {"batch": ["rows"], "block/key.out": ["cols"]}
+    one, other = (cost(g, axes, rules, Choices(zero), target=H100) for g in (graph, alone))
+    assert one.peak_bytes == other.peak_bytes
+    assert one.time_s == pytest.approx(other.time_s, rel=1e-9)
+
+
 def test_one_device_where_talking_costs_more():
     target = Target.of("v5e:2x4")
     result = search(mlp(), target, hardware_of(target))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -124,11 +124,14 @@ def _of_parameter(path: str, rank: int) -> list[str]:
 # Families
 
 
-def families_of(sizes: Mapping[str, int], together: Iterable[Sequence[str]]) -> dict[str, str]:
+def families_of(
+    sizes: Mapping[str, int], together: Iterable[Sequence[str]], created: Collection[str] = ()
+) -> dict[str, str]:
     """The family of each name: the name without the numbers of blocks and layers.
 
     ``together`` are names that one array has: those are never of one family, and keep the numbers
-    of their layers, or all of them.
+    of their layers, or all of them. ``created`` are names of dims that activations alone have:
+    blocks that no name tells apart, as those of a plain function, have them in order.
 
     >>> families_of({"block_0/ffn.out": 8, "block_1/ffn.out": 8}, [])
     {'block_0/ffn.out': 'block/ffn.out', 'block_1/ffn.out': 'block/ffn.out'}
@@ -136,6 +139,8 @@ def families_of(sizes: Mapping[str, int], together: Iterable[Sequence[str]]) -> 
     {'dense.out': 'dense.out', 'dense_1.out': 'dense_1.out'}
     >>> families_of({"0.out": 8, "1.out": 8}, [])
     {'0.out': '*.out', '1.out': '*.out'}
+    >>> families_of({"reshape.dim3": 8, "reshape.dim3#2": 8}, [], ["reshape.dim3#2"])
+    {'reshape.dim3': 'reshape.dim3', 'reshape.dim3#2': 'reshape.dim3'}
     """
     beside: dict[str, set[str]] = defaultdict(set)
     for names in together:
@@ -146,7 +151,8 @@ def families_of(sizes: Mapping[str, int], together: Iterable[Sequence[str]]) -> 
     for level in (_without_numbers, _with_own_numbers):
         groups: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name in unnamed:
-            groups[level(name), sizes[name]].append(name)
+            in_order = name.partition("#")[0] if name in created else name
+            groups[level(in_order), sizes[name]].append(name)
         unnamed = []
         for (family, _), names in groups.items():
             if any(len(beside[name].intersection(names)) > 1 for name in names):

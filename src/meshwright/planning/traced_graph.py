@@ -182,7 +182,13 @@ class _Assembled:
             tuple(names[one] for one in labels if one is not None)
             for labels in self._labels.values()
         }
-        families = families_of(sizes, sorted(together))
+        own = {
+            names[one]
+            for _, place in self._arguments
+            for one in self._labels[place]
+            if one is not None
+        }
+        families = families_of(sizes, sorted(together), sizes.keys() - own)
         return Graph(
             dims=tuple(GraphDim(name, sizes[name], families[name]) for name in names.values()),
             tensors=tuple(self._tensor(place) for place in self._tensors),
