@@ -31,6 +31,7 @@ from meshwright.planning.pipelined.ticking import Passes, step_s
 from meshwright.planning.search.classics import classics
 from meshwright.planning.search.request import Request, Space
 from meshwright.planning.traced_graph import graph_of_step
+from meshwright.stages.plan import TickPlan
 from meshwright.stages.table import table_of
 from meshwright.targets.hardware import Hardware, hardware_of
 from meshwright.targets.target import Target
@@ -109,6 +110,17 @@ def test_ends_are_passes_of_the_first_and_last_stage_and_recompute_of_every_one(
     together = replace(passes, skips=False)
     every = 3 + 100 + 1000
     assert step_s(table, together).work == 11 + 3 * (11 + every) + every
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("shares_loss", [False, True])
+@pytest.mark.parametrize(("schedule", "repeats"), [("gpipe", 1), ("1f1b", 1), ("circular", 2)])
+def test_neighbours_exchange_something_in_the_ticks_of_loops(schedule, repeats, shares_loss, skips):
+    pipeline = mw.Pipeline("stage", 16, schedule, repeats=repeats)
+    staging = Staging(pipeline, 4, 2, frozenset(), (), skips=skips, shares_loss=shares_loss)
+    loops = TickPlan.of(staging.table).loops(skips)
+    ticks = sum((loop.end - loop.first) * (loop.forward + loop.backward) for loop in loops)
+    assert staging.permutes == (1 + shares_loss) * ticks
 
 
 def test_transfers_are_waited_for_where_nothing_hides_them():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -33,7 +34,15 @@ def listed(closed: Any) -> list[Listed]:
     v3:float32[] = mul v2 2.0
     v4:float32[] = add v1 v0
     """
-    return list(_Listing().of(closed))
+    return [
+        Listed(text, str(line_of(eqn) or eqn.source_info.name_stack))
+        for eqn, text in _Listing().of(closed)
+    ]
+
+
+def texts_of(closed: Any) -> Iterator[str]:
+    """The texts alone, which takes less."""
+    return (text for _, text in _Listing().of(closed))
 
 
 class _Listing:
@@ -44,7 +53,8 @@ class _Listing:
         self._known: dict[int, int] = {}  # a jaxpr that is called again is listed once
         self._kept: list[Any] = []
 
-    def of(self, jaxpr: Any) -> Iterator[Listed]:
+    def of(self, jaxpr: Any) -> Iterator[tuple[Any, str]]:
+        """Every equation with its text."""
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         self._known[id(jaxpr)] = len(self._known)
         self._kept.append(jaxpr)  # so that no other one has its address
@@ -53,20 +63,14 @@ class _Listing:
         for eqn in jaxpr.eqns:
             inner = [getattr(one, "jaxpr", one) for one in jaxprs_inside(eqn)]
             new = [one for one in inner if id(one) not in self._known]
-            source = line_of(eqn) or eqn.source_info.name_stack
-            yield Listed(self._text(eqn, inner), str(source))
+            yield eqn, self._text(eqn, inner)
             for one in new:
                 if id(one) not in self._known:
                     yield from self.of(one)
 
     def _text(self, eqn: Any, inner: list[Any]) -> str:
         read = " ".join(self._name(atom) for atom in eqn.invars)
-        made = " ".join(
-            f"{self._name(var)}:{var.aval.dtype}{list(var.aval.shape)}"
-            if hasattr(var.aval, "dtype")
-            else f"{self._name(var)}:{var.aval}"
-            for var in eqn.outvars
-        )
+        made = " ".join(f"{self._name(var)}:{_kind(var.aval)}" for var in eqn.outvars)
         options = [f"{k}={v}" for k, v in sorted(eqn.params.items()) if _is_value(v)]
         options += [f"program {self._known[id(one)]}" for one in inner if id(one) in self._known]
         text = f"{made} = {eqn.primitive.name} {read}"
@@ -77,6 +81,11 @@ class _Listing:
         if hasattr(atom, "val"):  # a literal
             return str(atom.val)
         return f"v{self._numbers.setdefault(atom, len(self._numbers))}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(aval: Any) -> str:
+    return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
 
 
 def _is_value(parameter: Any) -> bool:

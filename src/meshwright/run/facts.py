@@ -15,7 +15,7 @@ import numpy as np
 
 from ..checkpoint.randomness import read_randomness
 from ..data.fingerprint import fingerprint
-from ..jaxprs.listing import listed
+from ..jaxprs.listing import listed, texts_of
 from ..launch.outlines import Outlined
 from ..program import TrainState
 
@@ -47,8 +47,10 @@ def step_facts(step: Any, state: TrainState, batch: Any) -> dict[str, str]:
     """The fingerprint of a compiled step, by its equations; nothing where it cannot be traced."""
     if not hasattr(step, "trace"):
         return {}
-    text = _ADDRESS.sub("", str(step.trace(state, batch).jaxpr))
-    fact = f"program {zlib.crc32(text.encode()):08x} of {text.count(chr(10))} lines"
+    number = count = 0
+    for text in texts_of(step.trace(state, batch).jaxpr):
+        number, count = zlib.crc32(text.encode(), number), count + 1
+    fact = f"program {number:08x} of {count} equations"
 
     def texts() -> list[tuple[str, str]]:
         return [

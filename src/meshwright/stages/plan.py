@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .table import LATE_WEIGHTS, Chunk, TickTable, Work
+from .table import LATE_WEIGHTS, Chunk, Spans, TickTable, Work, most_at_once
 
 NOTHING = -1
 
@@ -49,6 +49,43 @@ class Phase(NamedTuple):
     forward: bool
     backward: bool
     weights: bool = False
+
+
+class Kept(NamedTuple):
+    """What a step keeps between ticks, and how long; each but the losses by stage."""
+
+    inputs: list[Spans]
+    gradients: list[Spans]  # that arrived, and results that the loss reads
+    cuts: list[Spans]  # what gradients of weights need, if they wait
+    results: list[Spans]  # those among the gradients
+    losses: Spans
+
+    @classmethod
+    def of(cls, table: TickTable, keeps_results: bool = False) -> Kept:
+        """That of a table; ``keeps_results`` where what comes after the blocks is not computed
+        again, but reads their results when it is differentiated."""
+        stages = range(table.stages)
+        keeps_results &= not table.shares_loss
+        results = [table.kept_results(stage) if keeps_results else {} for stage in stages]
+        return cls(
+            [table.lifetimes(stage) for stage in stages],
+            [table.kept_gradients(stage) | results[stage] for stage in stages],
+            [table.kept_cuts(stage) for stage in stages],
+            results,
+            table.kept_losses(),
+        )
+
+    def buffers(self) -> tuple[int, int, int, int]:
+        """How many buffers there are for inputs, gradients, cuts and losses.
+
+        >>> from meshwright.stages.table import table_of
+        >>> Kept.of(table_of("1f1b", stages=2, micro_batches=3)).buffers()
+        (3, 1, 0, 0)
+        """
+        inputs, gradients, cuts = (
+            max(map(most_at_once, spans)) for spans in (self.inputs, self.gradients, self.cuts)
+        )
+        return inputs, max(1, gradients), cuts, most_at_once(self.losses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,19 +135,14 @@ class TickPlan:
 
     @classmethod
     def of(cls, table: TickTable, keeps_results: bool = False) -> TickPlan:
-        """The plan of a table; ``keeps_results`` where what comes after the blocks is not computed
-        again, but reads their results when it is differentiated."""
-        stages = range(table.stages)
-        keeps_results &= not table.shares_loss
-        inputs = [_slots(table.lifetimes(stage)) for stage in stages]
-        results = [table.kept_results(stage) if keeps_results else {} for stage in stages]
-        gradients = [_slots(table.kept_gradients(s) | results[s]) for s in stages]
-        cuts = [_slots(table.kept_cuts(stage)) for stage in stages]
-        losses = _slots(table.kept_losses())
-        slots, gradient_slots, cut_slots = (
-            max(map(_count, of)) for of in (inputs, gradients, cuts)
+        """The plan of a table, which keeps what :meth:`Kept.of` says."""
+        kept = Kept.of(table, keeps_results)
+        stages, results = range(table.stages), kept.results
+        inputs, gradients, cuts = (
+            [_slots(spans) for spans in of] for of in (kept.inputs, kept.gradients, kept.cuts)
         )
-        gradient_slots = max(1, gradient_slots)
+        losses = _slots(kept.losses)
+        slots, gradient_slots, cut_slots, loss_slots = kept.buffers()
         shape = (len(table.ticks), table.stages)
         late = {"weights", "weights_repeat", "weights_slot", "weights_cut_slot"}
         rows = Row(
@@ -144,18 +176,18 @@ class TickPlan:
                 if (sender := table.before(stage, chunk)) is not None:
                     at = table.when[sender[0], Work("forward", *sender[1])] + 1
                     rows.arriving[at, stage] = slot
-            for chunk in table.kept_gradients(stage):
-                sender = table.after(stage, chunk)
-                assert sender is not None  # or no gradient arrives for it
+            for chunk in kept.gradients[stage]:
+                if (sender := table.after(stage, chunk)) is None:
+                    continue  # a result, or no gradient arrives for it
                 at = table.when[sender[0], Work("backward", *sender[1])] + 1
                 rows.arriving_gradient[at, stage] = gradients[stage][chunk]
-        for group, (_, tick) in table.kept_losses().items():
+        for group, (_, tick) in kept.losses.items():
             rows.loss_begins[tick] = losses[group]
-        return cls(table, rows, slots, gradient_slots, cut_slots, _count(losses))
+        return cls(table, rows, slots, gradient_slots, cut_slots, loss_slots)
 
 
-def _slots(spans: dict[Chunk, tuple[int, int]]) -> dict[Chunk, int]:
-    """A buffer for each span of ticks, used again as soon as it is free."""
+def _slots(spans: Spans) -> dict[Chunk, int]:
+    """A buffer for each span of ticks, used again as soon as it is free: as many as overlap."""
     last_uses: list[int] = []  # the last tick at which each buffer is used
     slots: dict[Chunk, int] = {}
     for chunk, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
@@ -163,7 +195,3 @@ def _slots(spans: dict[Chunk, tuple[int, int]]) -> dict[Chunk, int]:
         last_uses[free : free + 1] = [last]
         slots[chunk] = free
     return slots
-
-
-def _count(slots: dict[Chunk, int]) -> int:
-    return 1 + max(slots.values(), default=NOTHING)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
+import numpy as np
+
 from ..views import Viewable, view_of
 
 Kind = Literal["loss", "forward", "backward", "weights"]
@@ -45,6 +47,7 @@ class Chunk(NamedTuple):
 
 
 Row = tuple[tuple[Work, ...], ...]  # by stage
+Spans = dict[Chunk, tuple[int, int]]  # the first and last tick at which something is kept
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,15 @@ class TickTable(Viewable):
     def when(self) -> dict[tuple[int, Work], int]:
         """``(stage, work)`` to the tick of it."""
         return {(stage, work): tick for tick, stage, work in self.works()}
+
+    @functools.cached_property
+    def counts(self) -> dict[Kind, np.ndarray]:
+        """How often a kind of work is done, by tick, stage and repeat."""
+        shape = len(self.ticks), self.stages, self.repeats
+        counts: dict[Kind, np.ndarray] = {kind: np.zeros(shape) for kind in _KINDS}
+        for tick, stage, work in self.works():
+            counts[work.kind][tick, stage, work.repeat] += 1
+        return counts
 
     # How long it takes
 
@@ -147,12 +159,12 @@ class TickTable(Viewable):
         """The most inputs that each stage keeps at once, from arrival to the last use."""
         return tuple(most_at_once(self.lifetimes(stage)) for stage in range(self.stages))
 
-    def lifetimes(self, stage: int) -> dict[Chunk, tuple[int, int]]:
+    def lifetimes(self, stage: int) -> Spans:
         """The first and last tick at which a stage keeps the input of each chunk."""
         uses = self._last_uses[stage]
         return {chunk: (self._arrival(stage, chunk), last) for chunk, last in uses.items()}
 
-    def kept_gradients(self, stage: int) -> dict[Chunk, tuple[int, int]]:
+    def kept_gradients(self, stage: int) -> Spans:
         """The same of the gradients that arrive, until they are sent on; none where one begins."""
         spans = {}
         for chunk in self._last_uses[stage]:
@@ -163,7 +175,7 @@ class TickTable(Viewable):
                 spans[chunk] = first, self.when[stage, Work("backward", *chunk)]
         return spans
 
-    def kept_results(self, stage: int) -> dict[Chunk, tuple[int, int]]:
+    def kept_results(self, stage: int) -> Spans:
         """The same of the model's results, until their gradients are taken."""
         return {
             chunk: (self.when[stage, Work("forward", *chunk)], self.when[stage, work])
@@ -172,7 +184,7 @@ class TickTable(Viewable):
             for work in [Work("backward", *chunk)]
         }
 
-    def kept_cuts(self, stage: int) -> dict[Chunk, tuple[int, int]]:
+    def kept_cuts(self, stage: int) -> Spans:
         """The same of what gradients of weights wait for; none where they do not wait."""
         spans = {
             work.chunk: (self.when[stage, Work("backward", *work.chunk)], tick)
@@ -182,7 +194,7 @@ class TickTable(Viewable):
         }
         return {chunk: (first, last) for chunk, (first, last) in spans.items() if first < last}
 
-    def kept_losses(self) -> dict[Chunk, tuple[int, int]]:
+    def kept_losses(self) -> Spans:
         """The same of what all stages begin the loss with, by the first chunk of each group of
         micro-batches, until its gradients go around to the last stage."""
         last = self.stages - 1
@@ -284,7 +296,7 @@ class TickTable(Viewable):
                     yield f"stage {stage} does {work} at tick {tick}, after its backward pass"
 
 
-def most_at_once(spans: dict[Chunk, tuple[int, int]]) -> int:
+def most_at_once(spans: Spans) -> int:
     """How many spans of ticks, ends included, overlap at most."""
     steps: Counter[int] = Counter()
     for first, last in spans.values():

@@ -20,7 +20,7 @@ from ...hlo.links import collective_s, links_of
 from ...hlo.text import Array
 from ...layouts.zero import SMALL_ELEMENTS
 from ...stages.pipeline import Pipeline
-from ...stages.plan import TickPlan
+from ...stages.plan import Kept
 from ...stages.table import TickTable
 from ...targets.hardware import Hardware
 from ...targets.target import Target
@@ -29,7 +29,7 @@ from ..analytic.operation_costs import CollectiveCost, DeviceWork, device_work
 from ..graph import Graph, GraphTensor, Operation
 from ..search.terms import parameter_talks, resting_bytes
 from .sections import Name, Phase, Section, sections_of
-from .ticking import Passes, of_stage, step_s
+from .ticking import Passes, busy_s, step_s
 
 _RESTING = ("parameter", "slot", "state", "input")
 
@@ -79,9 +79,9 @@ class Staging:
 
 
 class Ticking(NamedTuple):
-    """What a tick plan says of a step: how many buffers it has, and in how many ticks neighbours
-    exchange something, counted in each direction, by whether stages skip what they have no work
-    for."""
+    """What a tick table says of a step: how many buffers it has, and in how many ticks of its loops
+    (:meth:`TickPlan.loops`) neighbours exchange something, counted in each direction, by whether
+    stages skip what they have no work for."""
 
     slots: int
     gradient_slots: int
@@ -95,13 +95,11 @@ def _ticking(pipeline: Pipeline, stages: int, shares_loss: bool) -> Ticking:
     """Kept, because a search asks for the same few hundred with every layout, and a plan of a
     thousand micro-batches in 64 stages takes a second."""
     table = pipeline.table(stages, shares_loss)
-    plan = TickPlan.of(table, keeps_results=not pipeline.does_remat)
-    transfers = {
-        skips: sum((of.end - of.first) * (of.forward + of.backward) for of in plan.loops(skips))
-        for skips in (False, True)
-    }
-    counts = plan.slots, plan.gradient_slots, plan.cut_slots, plan.loss_slots
-    return Ticking(*counts, transfers)
+    buffers = Kept.of(table, keeps_results=not pipeline.does_remat).buffers()
+    forward, backward = (table.counts[kind].any((1, 2)) for kind in ("forward", "backward"))
+    apart = int(forward.sum() + backward.sum())
+    together = 2 * len(table.ticks) if (forward & backward).any() else apart  # in one loop
+    return Ticking(*buffers, {False: apart, True: together})
 
 
 @dataclass
@@ -220,13 +218,13 @@ def pipeline_cost(
     ticks = step_s(table, passes)
     once_s = sum(cost.once_s for cost in costs.values()) + work.gathered_s
     total = ticks.work + ticks.waiting + once_s
-    busy = [_busy(table, stage, passes) for stage in range(table.stages)]
-    compute_s = _share(costs, "compute_s") * max(busy)
+    busiest_s = busy_s(table, passes)
+    compute_s = _share(costs, "compute_s") * busiest_s
     return PipelineCost(
         step_time_s=None if assignment.setting.missing else total,
-        busy_s=max(busy) + once_s,
+        busy_s=busiest_s + once_s,
         compute_s=compute_s,
-        communication_s=max(busy) - compute_s + ticks.waiting + once_s,
+        communication_s=busiest_s - compute_s + ticks.waiting + once_s,
         permute_s=send_s / max(1, len(staging.sent_bytes)),
         temporary_bytes=_temporary(work, staging, recompute_blocks),
         state_bytes=work.resting_bytes + staging.frozen_bytes,
@@ -284,11 +282,6 @@ def _share(costs: Mapping[Section, SectionCost], what: str) -> float:
     every = [cost for section, cost in costs.items() if section.phase != "update"]
     whole = sum(cost.pass_s for cost in every)
     return sum(getattr(cost, what) for cost in every) / whole if whole else 0.0
-
-
-def _busy(table: TickTable, stage: int, passes: Passes) -> float:
-    """Seconds that a stage works in a step."""
-    return sum(sum(of_stage(table, stage, row[stage], passes)) for row in table.ticks)
 
 
 # Between stages

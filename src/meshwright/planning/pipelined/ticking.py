@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...stages.table import TickTable, Work
+import numpy as np
+
+from ...stages.table import Kind, TickTable
 
 
 @dataclass(frozen=True)
@@ -52,45 +56,39 @@ def step_s(table: TickTable, passes: Passes) -> Tick:
     >>> step_s(table_of("1f1b", stages=4, micro_batches=16), even)
     Tick(work=57.0, waiting=0.0)
     """
-    ticks = [_tick(table, row, passes) for row in table.ticks]
+    forward, backward = by_stage(table, passes) if passes.skips else _in_all(table, passes)
+    work = float((forward + backward).max(1).sum())
     if table.stages == 1:
-        return Tick(sum(tick.work for tick in ticks), 0.0)
-    return Tick(*(sum(of) for of in zip(*ticks, strict=True)))
-
-
-def _tick(table: TickTable, row: tuple[tuple[Work, ...], ...], passes: Passes) -> Tick:
-    by_stage = [of_stage(table, stage, works, passes) for stage, works in enumerate(row)]
-    if not passes.skips:  # all stages compute what any of them has work for
-        every = {work.kind for works in row for work in works}
-        by_stage = [together(table, every, passes)]
-    work = max(sum(of) for of in by_stage)
+        return Tick(work, 0.0)
     if not passes.overlaps:
-        return Tick(work, 2 * passes.send)
-    forward, backward = (max(of[at] for of in by_stage) for at in (0, 1))
-    return Tick(work, max(0.0, passes.send - backward) + max(0.0, passes.send - forward))
+        return Tick(work, 2 * passes.send * len(table.ticks))
+    hidden_s = np.stack([forward.max(1), backward.max(1)])
+    return Tick(work, float(np.maximum(0.0, passes.send - hidden_s).sum()))
 
 
-def of_stage(
-    table: TickTable, stage: int, works: tuple[Work, ...], passes: Passes
-) -> tuple[float, float]:
-    """Seconds that a stage works forward and backward in one tick."""
-    forward = backward = 0.0
-    for work in works:
-        is_first = stage == 0 and work.repeat == 0
-        is_last = stage == table.stages - 1 and work.repeat == table.repeats - 1
-        share = passes.filled[work.repeat * table.stages + stage] if passes.filled else 1.0
-        if work.kind == "forward":
-            run = 0.0 if is_last and passes.waits_for_loss else passes.blocks_forward
-            forward += share * run / table.repeats + passes.enter * is_first
-        elif work.kind == "backward":
-            backward += share * _backward(table, passes)
-            backward += passes.at_loss * (is_last and not passes.shares_loss)
-            backward += passes.at_input * is_first
-        elif work.kind == "loss":
-            backward += passes.at_loss
-        else:
-            backward += share * passes.blocks_weights / table.repeats
-    return forward, backward
+def by_stage(table: TickTable, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds that each stage works forward and backward in each tick; by tick and stage."""
+    runs = table.stages, table.repeats
+    is_first, is_last = np.zeros(runs), np.zeros(runs)
+    is_first[0, 0] = is_last[-1, -1] = 1.0
+    filled = np.reshape(passes.filled, runs[::-1]).T if passes.filled else np.ones(runs)
+    left_out = is_last if passes.waits_for_loss else 0.0
+    run = filled * (1 - left_out) * passes.blocks_forward / table.repeats
+    seconds: dict[Kind, np.ndarray] = {
+        "forward": run + passes.enter * is_first,
+        "backward": filled * _backward(table, passes)
+        + passes.at_loss * (0.0 if passes.shares_loss else is_last)
+        + passes.at_input * is_first,
+        "loss": np.full(runs, passes.at_loss),
+        "weights": filled * passes.blocks_weights / table.repeats,
+    }
+    took = {kind: (table.counts[kind] * of).sum(2) for kind, of in seconds.items()}
+    return took.pop("forward"), sum(took.values(), np.zeros(()))
+
+
+def busy_s(table: TickTable, passes: Passes) -> float:
+    """Seconds that the busiest stage works in a step."""
+    return float(sum(by_stage(table, passes), np.zeros(())).sum(0).max())
 
 
 def _backward(table: TickTable, passes: Passes) -> float:
@@ -99,7 +97,7 @@ def _backward(table: TickTable, passes: Passes) -> float:
     return run / table.repeats
 
 
-def together(table: TickTable, kinds: set[str], passes: Passes) -> tuple[float, float]:
+def together(table: TickTable, kinds: Collection[Kind], passes: Passes) -> tuple[float, float]:
     """Seconds forward and backward where every stage computes all kinds of passes."""
     forward = backward = 0.0
     if "forward" in kinds:
@@ -111,3 +109,11 @@ def together(table: TickTable, kinds: set[str], passes: Passes) -> tuple[float, 
     if "weights" in kinds:
         backward += passes.blocks_weights / table.repeats
     return forward, backward
+
+
+def _in_all(table: TickTable, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
+    """The same by tick, where all stages compute what any of them has work for."""
+    every = np.stack([of.any((1, 2)) for of in table.counts.values()], 1)
+    ticks = [together(table, [*itertools.compress(table.counts, at)], passes) for at in every]
+    forward, backward = np.transpose(ticks)
+    return forward[:, None], backward[:, None]
