@@ -71,7 +71,7 @@ class _Listing:
     def _text(self, eqn: Any, inner: list[Any]) -> str:
         read = " ".join(self._name(atom) for atom in eqn.invars)
         made = " ".join(f"{self._name(var)}:{_kind(var.aval)}" for var in eqn.outvars)
-        options = [f"{k}={v}" for k, v in sorted(eqn.params.items()) if _is_value(v)]
+        options = [f"{k}={_option(v)}" for k, v in sorted(eqn.params.items()) if _is_value(v)]
         options += [f"program {self._known[id(one)]}" for one in inner if id(one) in self._known]
         text = f"{made} = {eqn.primitive.name} {read}"
         text = f"{text}  [{', '.join(options)}]" if options else text
@@ -86,6 +86,15 @@ class _Listing:
 @functools.lru_cache(maxsize=1024)
 def _kind(aval: Any) -> str:
     return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
+
+
+def _option(value: Any) -> str:
+    """A parameter in words; a set in order, for that of its elements differs between processes."""
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_option, value)))}}}"
+    if type(value) in (tuple, list):
+        return f"({', '.join(map(_option, value))})"
+    return str(value)
 
 
 def _is_value(parameter: Any) -> bool:
