@@ -17,3 +17,12 @@ def test_sets_among_parameters_are_in_order():
     traced = jax.make_jaxpr(doubled)(jnp.ones(8))
     assert "={b, d, f}" in " ".join(texts_of(traced))
     assert [each.text for each in listed(traced)] == list(texts_of(traced))
+
+
+def test_programs_that_return_or_take_something_else_differ():
+    def texts(returned, dtype="float32"):
+        traced = jax.make_jaxpr(lambda x: returned(jnp.sin(x), jnp.cos(x)))(jnp.ones(8, dtype))
+        return list(texts_of(traced))
+
+    assert texts(lambda s, c: (s, c)) != texts(lambda s, c: (c, s))
+    assert texts(lambda s, c: 1, "float32")[0] != texts(lambda s, c: 1, "bfloat16")[0]

@@ -44,13 +44,13 @@ def weights_facts(state: TrainState) -> dict[str, str]:
 
 
 def step_facts(step: Any, state: TrainState, batch: Any) -> dict[str, str]:
-    """The fingerprint of a compiled step, by its equations; nothing where it cannot be traced."""
+    """The fingerprint of a compiled step, by its lines; nothing where it cannot be traced."""
     if not hasattr(step, "trace"):
         return {}
     number = count = 0
     for text in texts_of(step.trace(state, batch).jaxpr):
         number, count = zlib.crc32(text.encode(), number), count + 1
-    fact = f"program {number:08x} of {count} equations"
+    fact = f"program {number:08x} of {count} lines"
 
     def texts() -> list[tuple[str, str]]:
         return [
