@@ -129,14 +129,21 @@ def families_of(
 ) -> dict[str, str]:
     """The family of each name: the name without the numbers of blocks and layers.
 
-    ``together`` are names that one array has: those are never of one family, and keep the numbers
-    of their layers, or all of them. ``created`` are names of dims that activations alone have:
-    blocks that no name tells apart, as those of a plain function, have them in order.
+    ``together`` are names that one array has: those are never of one family, and keep the last
+    number of their layers, all of those, or all of their numbers. ``created`` are names of dims
+    that activations alone have: blocks that no name tells apart, as those of a plain function, have
+    them in order.
 
     >>> families_of({"block_0/ffn.out": 8, "block_1/ffn.out": 8}, [])
     {'block_0/ffn.out': 'block/ffn.out', 'block_1/ffn.out': 'block/ffn.out'}
     >>> families_of({"dense.out": 8, "dense_1.out": 8}, [("dense.out", "dense_1.out")])
     {'dense.out': 'dense.out', 'dense_1.out': 'dense_1.out'}
+    >>> sizes = {"conv2_block1_1_conv.out": 8, "conv2_block1_2_conv.out": 8}
+    >>> families_of(sizes, [sizes])  # block 2 of the stage has the same two
+    {'conv2_block1_1_conv.out': 'conv_block_1_conv.out', 'conv2_block1_2_conv.out': \
+'conv_block_2_conv.out'}
+    >>> families_of({"block2a_dw.out": 8, "block2b_dw.out": 8}, [])
+    {'block2a_dw.out': 'block_dw.out', 'block2b_dw.out': 'block_dw.out'}
     >>> families_of({"0.out": 8, "1.out": 8}, [])
     {'0.out': '*.out', '1.out': '*.out'}
     >>> families_of({"reshape.dim3": 8, "reshape.dim3#2": 8}, [], ["reshape.dim3#2"])
@@ -148,7 +155,7 @@ def families_of(
             beside[name].update(names)
     families: dict[str, str] = {}
     unnamed = list(sizes)
-    for level in (_without_numbers, _with_own_numbers):
+    for level in (_without_numbers, _with_last_number, _with_own_numbers):
         groups: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name in unnamed:
             in_order = name.partition("#")[0] if name in created else name
@@ -175,5 +182,16 @@ def _with_own_numbers(name: str) -> str:
     return "/".join([*filter(None, map(_plain, blocks)), layer]) + dot + end
 
 
+def _with_last_number(name: str) -> str:
+    """With the last number of the layer only: in many nets that of a layer within its block."""
+    path, dot, end = _with_own_numbers(name).partition(".")
+    starts = [match.start() for match in _NUMBER.finditer(path)]
+    begin = starts[-1] if starts else len(path)
+    return _plain(path[:begin]) + path[begin:] + dot + end
+
+
 def _plain(part: str) -> str:
-    return re.sub(r"_?\d+(?=_|$)", "", part).strip("_")
+    return _NUMBER.sub("", part).strip("_")
+
+
+_NUMBER = re.compile(r"(_?\d+|(?<=block)\d+[a-z])(?=_|$)")  # EfficientNet has a "block2a"
