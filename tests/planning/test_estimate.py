@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import keras
 import pytest
 
 import meshwright as mw
@@ -388,6 +389,33 @@ def test_the_planner_counts_large_products_and_arrays_as_they_were_measured():
     assert setting.seconds_per_flop["product"]["float32"] == 1 / 494.7e12  # published
     in_cache = replace(hardware, memory_bandwidth_bytes_per_s=1e9)
     assert setting_of((("batch", 8),), Target.of("h100:8"), in_cache).seconds_per_byte == 1e-9
+
+
+def test_the_planner_counts_convolutions_as_they_were_measured():
+    slow, usual, fast = 1e6, 1e9, 1e12  # FLOP/s of depthwise filters, of others, of products
+
+    with mw.abstract():
+        convolution = keras.layers.Conv2D(8, 3, use_bias=False)
+        of_depth = keras.layers.DepthwiseConv2D(3, use_bias=False)
+        model = keras.Sequential([keras.Input([10, 10, 8]), convolution, of_depth])
+    rates = ("product", fast), ("convolution", usual), ("grouped_convolution", slow)
+    report = mw.dry_serve(
+        model,
+        jax.ShapeDtypeStruct((1, 10, 10, 8), "float32"),
+        strategy=mw.Placement.of(mw.Mesh({"batch": 1}), batch="batch", unmatched="replicate"),
+        target="cpu:1",
+        rows=(1,),
+        hardware=Hardware(
+            "here",
+            peak_flops_per_s=(("float32", fast),),
+            memory_bandwidth_bytes_per_s=fast,
+            rates=tuple((kind, ((1e3, rate),)) for kind, rate in rates),
+        ),
+        compile=False,
+    )
+    whole, depthwise = 2 * 8 * 8 * 8 * 9 * 8, 2 * 6 * 6 * 8 * 9
+    (batch,) = report.batches
+    assert batch.latency_s == pytest.approx(whole / usual + depthwise / slow, rel=0.01)
 
 
 def test_what_an_accelerator_does_counts_before_what_is_published_of_it():

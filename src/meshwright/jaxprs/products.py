@@ -1,4 +1,4 @@
-"""Kinds of matrix products, whose speeds differ: one rule for traced and for compiled steps."""
+"""Kinds of products, whose speeds differ: one rule for traced and for compiled steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ import numpy as np
 from .factors import Dim, Dims
 
 PRODUCTS = ("product", "product_skinny", "product_transposed")
+CONVOLUTIONS = ("convolution", "grouped_convolution")
 _FEW_ROWS = 64
+
+
+def rate_of(eqn: Any) -> str:
+    """The rate by which the products of an equation run, whatever the shape of their matrices.
+
+    The gradient by a depthwise filter is in groups of rows: compilers convolve those as one.
+    """
+    if eqn.primitive.name != "conv_general_dilated":
+        return "product"
+    return CONVOLUTIONS[eqn.params["feature_group_count"] > 1]
 
 
 def is_transposed(left: Sequence[int], right: Sequence[int], ranks: tuple[int, int]) -> bool:

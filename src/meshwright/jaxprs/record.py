@@ -50,7 +50,8 @@ class Move(NamedTuple):
 
 @dataclass
 class Equation:
-    """What one equation does, ``times`` times; ``between_groups`` as in ``flops.py``.
+    """What one equation does, ``times`` times; ``between_groups`` as in ``flops.py``, ``rate`` as
+    in ``products.py``.
 
     ``block`` is the loop that it is in, if turns of that are blocks; what the loop stacks is
     ``is_kept`` if it stands for what one block hands on to the next.
@@ -70,6 +71,7 @@ class Equation:
     is_backward: bool = False
     is_kept: bool = False
     product: Product | None = None
+    rate: str = "product"
 
 
 @dataclass

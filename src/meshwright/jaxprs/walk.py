@@ -14,7 +14,7 @@ from .factors import Dim
 from .flops import equation_flops, flops_between_groups
 from .joins import Joins
 from .primitives import inner_jaxprs, opened, shape_of
-from .products import product_of
+from .products import product_of, rate_of
 from .record import CONSTANT, Record, Value
 from .scopes import layer_of
 from .slices import variables
@@ -100,7 +100,7 @@ def _equation(record: Record, eqn: Any, operands: list[Value], at: At) -> list[V
         for var, out, number in zip(eqn.outvars, joins.outs, numbers, strict=True)
     ]
     more = {"flops": flops, "between_groups": flops_between_groups(eqn), **_where(at)}
-    more["product"] = product_of(eqn, dims, joins.outs[0]) if flops else None
+    more |= {"product": product_of(eqn, dims, joins.outs[0]), "rate": rate_of(eqn)} if flops else {}
     record.add(_kind(eqn, operands), path, operands, results, joins, **more)
     return results
 

@@ -82,7 +82,8 @@ class Operation:
     are FLOPs on top of ``flops`` that XLA for CPU does in vain (``jaxprs/flops.py``). ``block`` is
     the loop around it, if turns of that are blocks; what the loop stacks is ``is_kept`` if it
     stands for what one block hands on to the next. ``is_backward`` says that a derivative made it.
-    ``product`` is there for one matrix product, and not for many small ones.
+    ``product`` is there for one matrix product, and not for many small ones; ``rate`` is the kind
+    of rates of a hardware by which the FLOPs of all others run.
     """
 
     kind: str
@@ -99,6 +100,7 @@ class Operation:
     is_backward: bool = False
     is_kept: bool = False
     product: Product | None = None
+    rate: str = "product"
 
 
 @dataclass(frozen=True)

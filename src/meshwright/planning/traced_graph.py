@@ -227,6 +227,7 @@ class _Assembled:
             is_backward=equation.is_backward,
             is_kept=equation.is_kept,
             product=None if equation.product is None else self._product(equation.product),
+            rate=equation.rate,
         )
 
     def _product(self, product: products.Product) -> Product:

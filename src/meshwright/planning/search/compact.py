@@ -80,7 +80,7 @@ class Work:
 
     ``units`` are those that its work is divided by, where they are split. Of a ``product`` whose
     speed depends on its shape, that has units in place of dims; the compilers of accelerators
-    choose shapes of their own.
+    choose shapes of their own. All other FLOPs run by the ``rate`` of their kind.
     """
 
     kind: str
@@ -98,6 +98,7 @@ class Work:
     times: int
     runs: tuple[int, ...]  # with each kind of remat, for each of ``times``
     product: Product | None = None
+    rate: str = "product"
 
     def runs_with(self, remat: Remat) -> int:
         """How often it is done where it is done once without remat."""
@@ -332,6 +333,7 @@ class _Reader:
             times=operation.times,
             runs=self.runs[place],
             product=self._product(operation.product) if self.on_cpu else None,
+            rate=operation.rate,
         )
 
     def _product(self, product: Product | None) -> Product | None:

@@ -13,7 +13,7 @@ from ...hlo.groups import Axes
 from ...hlo.links import AxisLink, collective_s, links_of
 from ...hlo.schedule import Clock
 from ...hlo.text import Array
-from ...jaxprs.products import PRODUCTS
+from ...jaxprs.products import CONVOLUTIONS, PRODUCTS
 from ...targets.hardware import Hardware
 from ...targets.target import Target
 
@@ -74,7 +74,7 @@ def setting_of(axes: Axes, target: Target, hardware: Hardware) -> Setting:
                 dtype: 1.0 / (clock.flops_per_s(dtype, kind) or fallback or float("inf"))
                 for dtype in _DTYPES
             }
-            for kind in PRODUCTS
+            for kind in (*PRODUCTS, *CONVOLUTIONS)
         },
         seconds_per_byte=1.0 / (clock.bytes_per_s or float("inf")),
         kept_bytes=_OF_CHIP * (hardware.on_chip_bytes or 0),

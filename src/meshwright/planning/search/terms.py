@@ -243,7 +243,7 @@ def arithmetic_s(lay: Lay, work: Work, flops: Values) -> Values:
     product, seconds = work.product, lay.setting.seconds_per_flop
     plain, skinny, transposed = (seconds[kind].get(work.dtype, 0.0) for kind in PRODUCTS)
     if product is None or plain == skinny == transposed:
-        return flops * plain
+        return flops * seconds[work.rate].get(work.dtype, 0.0)
     beside = _side_by_side(lay, work)
     sides = (product.rows, product.columns, product.depth)
     by_rows = np.where(
@@ -255,7 +255,7 @@ def arithmetic_s(lay: Lay, work: Work, flops: Values) -> Values:
 
 def least_seconds_per_flop(setting: Setting, work: Work) -> float:
     """The least that any layout comes to."""
-    kinds = ("product",) if work.product is None else PRODUCTS
+    kinds = (work.rate,) if work.product is None else PRODUCTS
     return min(setting.seconds_per_flop[kind].get(work.dtype, 0.0) for kind in kinds)
 
 
