@@ -50,6 +50,42 @@ def test_a_loop_over_the_pure_step_is_fit(row: Row) -> None:
     assert gap <= 1e-6, path
 
 
+def _towers() -> keras.Model:
+    x = keras.Input([8])
+    both = [layers.Dense(4, "tanh")(layers.Dense(8, "tanh")(x)) for _ in range(2)]
+    return keras.Model(x, layers.Dense(4)(layers.Concatenate()(both)))
+
+
+@pytest.mark.parametrize(
+    ("axes", "how"),
+    [
+        ({"model": 2}, {"layouts": {"kernel": [None, "model"]}, "zero": 1, "accumulate": 2}),
+        pytest.param(
+            {"stage": 2},
+            {"pipeline": mw.Pipeline("stage", micro_batches=2)},
+            marks=pytest.mark.full,
+        ),
+        pytest.param({"branch": 2}, {"pipeline": mw.Branches("branch")}, marks=pytest.mark.full),
+    ],
+    ids=["shared and accumulated", "stages", "branches"],
+)
+def test_a_step_that_runs_piece_by_piece_is_the_compiled_one(axes: Any, how: Any) -> None:
+    """As with ``run_eagerly=True``; there JAX has no ``shard_map`` over some axes of a mesh."""
+    strategy = mw.Sharded(mw.create_mesh({"batch": 4, **axes}), batch="batch", **how)
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = _towers()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    batch = np.eye(16, 8, dtype="float32"), np.eye(16, 4, dtype="float32")
+    step, state = strategy.train_step(model, batch), strategy.state(model)
+    batches = strategy.put(batch)
+    if "accumulate" in how:
+        batches = [batches] * how["accumulate"]
+    pieces, compiled_once = step(state, batches)[0], jax.jit(step)(state, batches)[0]
+    for path, value in compiled_once.params.items():
+        np.testing.assert_allclose(pieces.params[path], value, atol=1e-6, err_msg=path)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("row", rows(only=lambda row: row.name == "model-dense"))
 def test_the_step_is_keras_own_step_for_a_default_model(row: Row) -> None:

@@ -158,3 +158,15 @@ def test_parameters_without_a_gradient_are_named():
     program = mw.jax_program(lambda p, x: jnp.mean(x @ p["w"]), params, optax.sgd(0.1))
     with pytest.raises(mw.ModelError, match=r"received rngs/count \(uint32\)\. Leave them out"):
         on_one_device(program, np.ones([8, 4], "float32"))
+
+
+@pytest.mark.parametrize("place", ["params", "state"])
+def test_a_function_that_needs_a_key_to_make_arrays_says_how_to_give_it(place):
+    def weights(key, width=4):
+        return {"w": jax.random.normal(key, [width])}
+
+    arrays = {"params": {"w": jnp.ones([4])}, "state": None, place: weights}
+    params, state = arrays.values()
+    words = r"received weights\(key, width=4\)\. .* lambda: weights\(jax\.random\.key\(0\)\)"
+    with pytest.raises(mw.ModelError, match=words):
+        mw.jax_program(lambda p, x, state: 0.0, params, optax.sgd(0.1), state=state or {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -53,9 +54,9 @@ def jax_program(
     have one. ``name`` is shown in reports. ``batch`` is an example,
     or its shapes, and is only needed for a pipeline, which is cut by it. Paths of parameters are
     their keys joined by ``/``. Raises :class:`~meshwright.ModelError` for a loss with other
-    arguments that have no default, and for two arrays of one path; a step raises it for a loss that
-    returns something else, for parameters that are integers and for an optimizer that needs more
-    than gradients, slots, parameters and the loss.
+    arguments that have no default, for ``params`` that needs arguments, and for two arrays of one
+    path; a step raises it for a loss that returns something else, for parameters that are integers
+    and for an optimizer that needs more than gradients, slots, parameters and the loss.
 
     >>> import optax
     >>> program = jax_program(lambda p, b: p["w"] * b, {"w": jnp.ones([])}, optax.adam(0.1))
@@ -312,8 +313,24 @@ def makes_parameters(params: Any) -> bool:
 def made(params: Any) -> tuple[Callable[[], Any], Any]:
     """The function that makes a tree of arrays, and the shapes of what it makes."""
     if makes_parameters(params):
+        _refuse_arguments(params)
         return params, jax.eval_shape(params)
     return lambda: jax.tree.map(_valued, params), _shapes_of_arrays(params)
+
+
+def _refuse_arguments(make: Callable[..., Any]) -> None:
+    """Raise ModelError for a function that needs arguments, such as a random key."""
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        name = getattr(make, "__name__", "make")
+        raise ModelError(
+            "expected a function without arguments, which makes parameters or state; received "
+            f"{name}{inspect.signature(make)}. Fill its arguments in, as in lambda: "
+            f"{name}(jax.random.key(0))."
+        ) from error
+    except ValueError:  # of a function that is written in C, nothing is known
+        return
 
 
 def _shapes_of_arrays(tree: Any) -> Any:

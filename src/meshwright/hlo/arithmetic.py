@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..jaxprs.products import is_skinny, is_transposed
+from ..jaxprs.products import CONVOLUTIONS, is_skinny, is_transposed
 from .text import Array, Computation, Instruction, Module
 
 FREE = {  # views of what is there, or known beforehand
@@ -95,7 +95,7 @@ def _kind(instruction: Instruction, inside: Computation) -> str:
     if instruction.opcode != "convolution":
         return "product"
     groups = instruction.attribute(r"feature_group_count=(\d+)") or "1"
-    return "convolution" if groups == "1" else "grouped_convolution"
+    return CONVOLUTIONS[groups != "1"]
 
 
 def _kind_of_dot(instruction: Instruction, inside: Computation) -> str:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..jaxprs.products import PRODUCTS
+from ..jaxprs.products import GROUPED, PRODUCTS
 from ..targets.hardware import Hardware
 from .collectives import Collective
 from .costs import Loop, Operation
@@ -64,12 +64,11 @@ class Clock:
         )
 
     def _rate(self, kind: str, dtype: str, flops: float) -> float | None:
-        """FLOP/s as measured of such work; of a product of another shape, as of square ones."""
-        for name in (kind, "product") if kind in PRODUCTS else (kind,):
-            rate = self.hardware.rate(_kind(name, dtype), flops)
-            if rate is not None:
-                return rate
-        return None
+        """FLOP/s as measured of such work; of a product of another shape, as of square ones, and
+        of convolutions in groups, which no type makes fast, as in float32."""
+        alike = kind if kind == GROUPED else _kind("product" if kind in PRODUCTS else kind, dtype)
+        rate = self.hardware.rate(_kind(kind, dtype), flops)
+        return self.hardware.rate(alike, flops) if rate is None else rate
 
     def _elements_s(self, kind: str, elements: int) -> float:
         speed = self.hardware.rate(kind, elements) or self.hardware.elements_per_s

@@ -11,7 +11,8 @@ import numpy as np
 from .factors import Dim, Dims
 
 PRODUCTS = ("product", "product_skinny", "product_transposed")
-CONVOLUTIONS = ("convolution", "grouped_convolution")
+GROUPED = "grouped_convolution"
+CONVOLUTIONS = ("convolution", GROUPED)
 _FEW_ROWS = 64
 
 

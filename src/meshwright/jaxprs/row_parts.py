@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
+from ..arrays.by_hand import over_axes
 from .edits import count_uses
 from .evaluation import evaluated
 from .links import How
@@ -115,13 +116,12 @@ class Unsummed:
             spec(*[None] * self.dims[i], axes) if i in self.dims else spec() for i in range(count)
         ]
         operands = [product.operands for product in (self, *others)]
-        value = jax.shard_map(
+        value = over_axes(
             part,
             mesh=self.pieces.mesh,
             in_specs=(tuple(lies),) * len(operands),
             out_specs=spec(axes),
-            axis_names=set(axes),
-            check_vma=False,
+            axis_names=axes,
         )(*operands)
         for move in self.moves:
             value = jax.vmap(lambda v, move=move: _compat.evaluate(move, [v])[0])(value)
@@ -180,13 +180,12 @@ def scatter_parts(
     def scatter(part: Any) -> Any:
         return jax.lax.psum_scatter(part[0], axes, scatter_dimension=dim, tiled=True)
 
-    return jax.shard_map(
+    return over_axes(
         scatter,
         mesh=mesh,
         in_specs=spec(axes, *(along or None for along in lies)),
         out_specs=spec(*(along or None for along in after)),
         axis_names={*axes, *(axis for along in lies for axis in along)},
-        check_vma=False,
     )(gradient)
 
 

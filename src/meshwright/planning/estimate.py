@@ -14,6 +14,7 @@ from ..equal_layers import short_list
 from ..hlo.costs import Costs, LayerCost, Loop, Operation, read_costs
 from ..hlo.links import links_of
 from ..hlo.schedule import Clock, Times, run
+from ..jaxprs.products import GROUPED
 from ..targets.hardware import Hardware, has_measured_rates
 from ..targets.target import Target
 from ..units import flops_text, seconds_text
@@ -331,6 +332,7 @@ def _assumptions(costs: Costs, clock: Clock, target: Target) -> tuple[str, ...]:
             "Kernels run at published speeds, which real ones do not quite reach: "
             f"hardware=mw.hardware_of({target.kind!r}, measured=True) has measured ones."
         )
+    result += notes_of_groups((operation.kind for operation in costs.operations), clock.hardware)
     if target.platform == "tpu" and any(
         operation.dtype == "float32" for operation in costs.operations
     ):
@@ -347,6 +349,21 @@ def _assumptions(costs: Costs, clock: Clock, target: Target) -> tuple[str, ...]:
         for kernel in _of_users(costs.uncounted)
     ]
     return tuple(result)
+
+
+def notes_of_groups(kinds: Iterable[str], hardware: Hardware) -> list[str]:
+    """What a report says of convolutions in groups whose speed is not known: one note, or none.
+
+    >>> from ..targets.hardware import hardware_of
+    >>> notes_of_groups(["product", "grouped_convolution"], hardware_of("v5e"))
+    ['Convolutions in groups, such as depthwise ones, count at the peak, and may take far longer.']
+    """
+    if GROUPED not in kinds or hardware.rate(GROUPED, 1.0) is not None:
+        return []
+    return [
+        "Convolutions in groups, such as depthwise ones, count at the peak, and may take far "
+        "longer."
+    ]
 
 
 def _of_users(kernels: Iterable[str]) -> tuple[str, ...]:

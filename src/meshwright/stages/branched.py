@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..arrays.by_hand import over_axes
 from ..errors import PipelineError
 from ..layouts.placement import Placement
 from ..program import Arrays, Batch, Program, TrainState
@@ -164,13 +165,12 @@ class ForkRunner:
         rest = whole._replace(params={}, slots=slots)
         spec = jax.sharding.PartitionSpec
         along, everywhere = spec(self.axis), spec()
-        run = jax.shard_map(
+        run = over_axes(
             self._on_device,
             mesh=self.mesh,
             in_specs=(along, along, *[everywhere] * 3),
             out_specs=(along, everywhere, everywhere),
             axis_names={self.axis},
-            check_vma=False,
         )
         numbers = jax.numpy.arange(self.forks.devices)
         rows, grads, results = run(numbers, own, others, rest, list(leaves))

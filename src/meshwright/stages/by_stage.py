@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..arrays.by_hand import over_axes
 from ..jaxprs.slices import needed_behind, variables
 from .evaluating import evaluated
 
@@ -225,13 +226,12 @@ class _Dealt:
             result = jax.lax.switch(number[0], branches)
             return jax.tree.map(lambda v: summed(v, axis), result) if sums else result
 
-        return jax.shard_map(
+        return over_axes(
             run,
             mesh=self._by.mesh,
             in_specs=(spec(axis), spec(axis), spec()),
             out_specs=spec() if sums else spec(axis),
             axis_names={axis},
-            check_vma=False,
         )(jnp.arange(stages), self._rows, list(shared.values()))
 
     def _own(self, stage: int, outputs: list[Any], rows: Any, shared: dict[Var, Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..arrays.by_hand import over_axes
 from ..program import Arrays, Logs, TrainState
 from .parts import Blocks, is_trained
 from .passes import Passes
@@ -179,13 +180,12 @@ class Runner:
         """The loop over ticks on every stage, each with its own arrays and column of rows."""
         axis, spec = self.setting.axis, jax.sharding.PartitionSpec
         along, by_tick = spec(axis), spec(None, axis)
-        return jax.shard_map(
+        return over_axes(
             self._ticks,
             mesh=self.setting.mesh,
             in_specs=(Own(along, along, by_tick, along), *[spec()] * 5, by_tick),
             out_specs=out_specs,
             axis_names={axis},
-            check_vma=False,
         )
 
     def _passes(self, setting: Setting, *values: Any) -> Passes:

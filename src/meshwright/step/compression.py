@@ -117,6 +117,8 @@ def sum_compressed(
     """
     import jax
 
+    from ..arrays.by_hand import over_axes
+
     spec, form = (
         jax.sharding.PartitionSpec,
         _Form.of({path: value.shape for path, value in params.items()}, how),
@@ -136,13 +138,12 @@ def sum_compressed(
         return [sums[path] for path in paths], form.joined(unsent, factors, rows[0])[None]
 
     with jax.named_scope("gradients"):
-        sums, unsent = jax.shard_map(
+        sums, unsent = over_axes(
             summed,
             mesh=mesh,
             in_specs=(spec(axes), *(spec(axes),) * len(paths)),
             out_specs=([spec()] * len(paths), spec(axes)),
-            axis_names=set(axes),
-            check_vma=False,
+            axis_names=axes,
         )(unsent, *parts.values())
     return dict(zip(paths, sums, strict=True)), unsent
 

@@ -161,6 +161,8 @@ def sum_flat(parts: Arrays, mesh: Any, axes: tuple[str, ...], how: GradientSum) 
     """
     import jax
 
+    from ..arrays.by_hand import over_axes
+
     if not parts:
         return {}
     spec = jax.sharding.PartitionSpec
@@ -170,13 +172,12 @@ def sum_flat(parts: Arrays, mesh: Any, axes: tuple[str, ...], how: GradientSum) 
         return sum_within([piece[0] for piece in pieces], mesh, axes, how)
 
     with jax.named_scope("gradients"):  # what a dry run calls the collective
-        sums = jax.shard_map(
+        sums = over_axes(
             summed,
             mesh=mesh,
             in_specs=(spec(axes),) * len(paths),
             out_specs=spec(),
-            axis_names=set(axes),
-            check_vma=False,
+            axis_names=axes,
         )(*parts.values())
     return dict(zip(paths, sums, strict=True))
 

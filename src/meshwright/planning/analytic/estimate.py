@@ -10,7 +10,7 @@ from ...hlo.links import links_of
 from ...hlo.schedule import Clock, Times
 from ...targets.hardware import Hardware
 from ...targets.target import Target
-from ..estimate import Estimate, Heavy, Sums, with_shares
+from ..estimate import Estimate, Heavy, Sums, notes_of_groups, with_shares
 from .assignment import Assignment
 from .operation_costs import OperationCost
 
@@ -48,7 +48,11 @@ def estimate_of(
         replicated_share=None,
         heaviest=_heaviest(costs, bool(missing)),
         layers=_layers(costs),
-        assumptions=(*(f"{link}." for link in links if link.size > 1), *_ALWAYS),
+        assumptions=(
+            *(f"{link}." for link in links if link.size > 1),
+            *_ALWAYS,
+            *notes_of_groups((work.rate for work in assignment.problem.works), hardware),
+        ),
         missing=missing,
         sums=_sums(costs, target.num_devices, times),
         peak_flops_per_s=clock.peak("bfloat16", "") or clock.peak("float32", ""),

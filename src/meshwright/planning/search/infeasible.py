@@ -85,7 +85,7 @@ def _remedies(
     result = set()
     for tried in _changes(graph, target, space):
         kind = tried.name.split()[0]
-        if kind in result:
+        if kind in result or _least_bytes(tried) > limit_bytes:
             continue
         answer = _smallest(tried, hardware)
         if answer is not None and answer.cost.peak_bytes <= limit_bytes:
@@ -115,6 +115,12 @@ def _changes(graph: Graph, target: Target, space: Space) -> Iterator[_Tried]:
     while rows > 1 and rows % 2 == 0:
         rows //= 2
         yield _Tried(f"smaller batch, {rows} rows", with_rows(graph, rows), target, space)
+
+
+def _least_bytes(tried: _Tried) -> float:
+    """What one device holds at the least: its share of all parameters and their slots."""
+    kept = (t.nbytes for t in tried.graph.tensors if t.role in ("parameter", "slot"))
+    return sum(kept) / tried.target.num_devices
 
 
 def _smallest(tried: _Tried, hardware: Hardware) -> Candidate | None:
