@@ -68,39 +68,35 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
 
     The reason is empty where nothing repeats itself ``least`` times.
     """
-    found, reason = _found(described, least)
-    if found is None:
-        return None, reason
-    program, run, rows = described.program, found.run, found.rows
-    if differ := _differ(program, rows):
-        return None, differ
-    twins = _Twins.of(program, rows)
-    if not twins.lie_alike(described.placed):
-        return None, "equal blocks are laid out differently"
-
-    def with_blocks(count: int) -> AbstractStep:
-        return replace(described, program=_shorter(program, twins, run, count))
-
-    return Reduced(tuple(zip(*rows, strict=True)), found.layers, with_blocks), ""
+    repeated_blocks, reason = repeated_in(described, least)
+    return (None, reason) if repeated_blocks is None else repeated_blocks.reduced(described)
 
 
-def rows_of_blocks(described: AbstractStep, least: int = LEAST) -> tuple[Paths, ...]:
-    """The paths of each variable of equal blocks by block, trained or not; none where nothing
-    repeats itself."""
-    found, _ = _found(described, least)
-    return () if found is None else tuple(found.rows)
-
-
-class _Found(NamedTuple):
-    """Equal blocks in the trace of a step: the paths of each of their variables by block, and the
-    name scopes of each block."""
+class RepeatedBlocks(NamedTuple):
+    """Equal blocks in the trace of a step: the paths of each of their variables by block, trained
+    or not, and the name scopes of each block."""
 
     run: Run
-    rows: list[Paths]
+    rows: tuple[Paths, ...]
     layers: tuple[Paths, ...]
 
+    def reduced(self, described: AbstractStep) -> tuple[Reduced | None, str]:
+        """What makes that step smaller, or ``None`` and why the blocks do not train alike."""
+        program, run, rows = described.program, self.run, self.rows
+        if differ := _differ(program, rows):
+            return None, differ
+        twins = _Twins.of(program, rows)
+        if not twins.lie_alike(described.placed):
+            return None, "equal blocks are laid out differently"
 
-def _found(described: AbstractStep, least: int) -> tuple[_Found | None, str]:
+        def with_blocks(count: int) -> AbstractStep:
+            return replace(described, program=_shorter(program, twins, run, count))
+
+        return Reduced(tuple(zip(*rows, strict=True)), self.layers, with_blocks), ""
+
+
+def repeated_in(described: AbstractStep, least: int) -> tuple[RepeatedBlocks | None, str]:
+    """The blocks of a step that repeat themselves; or ``None`` and why there are none."""
     program = described.program
     if program.own_step is not None:
         return None, "the model brings its own training step"
@@ -114,10 +110,10 @@ def _found(described: AbstractStep, least: int) -> tuple[_Found | None, str]:
         return None, reason
     rows = [[loss.paths.get(var) for var in row] for row in repeats.own]
     named = [tuple(path for path in row if path is not None) for row in rows]
-    rows = [row for row in named if len(row) == repeats.run.count]  # the others are constants
-    if not rows:
+    of_all = tuple(row for row in named if len(row) == repeats.run.count)  # others are constants
+    if not of_all:
         return None, "equal blocks have no variables of their own"
-    return _Found(repeats.run, rows, _layers(loss.jaxpr, repeats.run)), ""
+    return RepeatedBlocks(repeats.run, of_all, _layers(loss.jaxpr, repeats.run)), ""
 
 
 def _differ(program: Program, rows: Sequence[Paths]) -> str:

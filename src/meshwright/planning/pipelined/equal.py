@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..abstract_step import AbstractStep
 from ..blocks import Reduced, reduced
-from ..blocks.fewer import rows_of_blocks
+from ..blocks.fewer import repeated_in
 from ..blocks.own_weights import by_entry, thawed
 
 _LEAST = 2
@@ -41,11 +41,12 @@ def equal_blocks(
     """
     reason = ""
     if not is_loop:
-        repeats, reason = reduced(described, _LEAST)
-        if repeats is not None:
-            return EqualBlocks(repeats), ""
-        if rows := rows_of_blocks(described, _LEAST):
-            return _of_frozen(described, rows, reason)
+        blocks, reason = repeated_in(described, _LEAST)
+        if blocks is not None:
+            repeats, reason = blocks.reduced(described)
+            if repeats is not None:
+                return EqualBlocks(repeats), ""
+            return _of_frozen(described, blocks.rows, reason)
     written = by_entry(described) if is_loop is not False else None
     if written is None:
         return None, reason
