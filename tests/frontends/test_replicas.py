@@ -110,3 +110,11 @@ def test_get_strategy_is_that_of_the_innermost_scope(strategy):
         with other.scope():
             assert mw.get_strategy() is other
     other.close()
+
+
+def test_replicas_run_where_nothing_else_is_compiled():
+    strategy = mw.Sharded(mw.create_mesh({"batch": 4, "model": 2}), batch="batch")
+    rows = strategy.put(np.ones([8, 2], "float32"))
+    with jax.disable_jit():
+        sums = strategy.run(lambda piece: piece.sum(), args=(rows,))
+        assert float(strategy.reduce("sum", sums, axis=None)) == 16.0

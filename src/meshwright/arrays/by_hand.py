@@ -19,8 +19,8 @@ def over_axes(
 ) -> Callable[..., Any]:
     """``jax.shard_map`` over some axes of a mesh; the others are left to XLA.
 
-    Called with arrays that have values it is compiled: piece by piece, as the steps of a model with
-    ``run_eagerly=True`` are run, JAX knows ``shard_map`` over all axes only.
+    Called with arrays that have values it is compiled: piece by piece, as steps are run with Keras'
+    ``run_eagerly=True`` and under ``jax.disable_jit``, JAX knows ``shard_map`` over all axes only.
 
     >>> import jax.numpy as jnp
     >>> mesh = jax.make_mesh((2, 4), ("rows", "cols"))
@@ -40,7 +40,9 @@ def over_axes(
     )
 
     def call(*operands: Any) -> Any:
-        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
-        return (mapped if is_traced else jax.jit(mapped))(*operands)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands)):
+            return mapped(*operands)
+        with jax.disable_jit(False):
+            return jax.jit(mapped)(*operands)
 
     return call

@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ...arrays.by_hand import over_axes
 from ...data import InputContext, LocalBatch, LocalRows
 from ...errors import ArrayError, BatchError
 from ...launch.progress import begin_step
@@ -216,13 +217,12 @@ def _compiled(
         return jax.tree.map(lambda out: jnp.asarray(out)[None], function(*args, **kwargs))
 
     def all_of_them(*values: Any) -> Any:
-        results = jax.shard_map(
+        results = over_axes(
             one,
             mesh=mesh.jax_mesh,
             in_specs=tuple(same if kind == "same" else cut for kind in kinds),
             out_specs=cut,
-            axis_names=set(axes),
-            check_vma=False,
+            axis_names=axes,
         )(*values)
         return jax.tree.map(PerReplica, results)
 
