@@ -167,6 +167,13 @@ def test_a_function_that_needs_a_key_to_make_arrays_says_how_to_give_it(place):
 
     arrays = {"params": {"w": jnp.ones([4])}, "state": None, place: weights}
     params, state = arrays.values()
-    words = r"received weights\(key, width=4\)\. .* lambda: weights\(jax\.random\.key\(0\)\)"
+    words = r"received weights\(key\)\. .* lambda: weights\(jax\.random\.key\(0\)\)"
     with pytest.raises(mw.ModelError, match=words):
         mw.jax_program(lambda p, x, state: 0.0, params, optax.sgd(0.1), state=state or {})
+
+
+def test_a_function_that_makes_something_else_than_arrays_says_what():
+    with pytest.raises(mw.ModelError, match=r"received 'relu' at \['act'\]\. Leave them out"):
+        mw.jax_program(
+            lambda p, x: 0.0, lambda: {"w": jnp.ones([4]), "act": "relu"}, optax.sgd(0.1)
+        )

@@ -314,23 +314,32 @@ def made(params: Any) -> tuple[Callable[[], Any], Any]:
     """The function that makes a tree of arrays, and the shapes of what it makes."""
     if makes_parameters(params):
         _refuse_arguments(params)
-        return params, jax.eval_shape(params)
+        return params, jax.eval_shape(lambda: _checked(params()))
     return lambda: jax.tree.map(_valued, params), _shapes_of_arrays(params)
 
 
 def _refuse_arguments(make: Callable[..., Any]) -> None:
     """Raise ModelError for a function that needs arguments, such as a random key."""
     try:
-        inspect.signature(make).bind()
-    except TypeError as error:
-        name = getattr(make, "__name__", "make")
-        raise ModelError(
-            "expected a function without arguments, which makes parameters or state; received "
-            f"{name}{inspect.signature(make)}. Fill its arguments in, as in lambda: "
-            f"{name}(jax.random.key(0))."
-        ) from error
+        every = inspect.signature(make).parameters.values()
     except ValueError:  # of a function that is written in C, nothing is known
         return
+    any_number = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    needed = [p.name for p in every if p.default is p.empty and p.kind not in any_number]
+    if needed:
+        name = getattr(make, "__name__", "init")
+        name = name if name.isidentifier() else "init"  # of a lambda
+        raise ModelError(
+            "expected a function without arguments, which makes parameters or state; received "
+            f"{name}({', '.join(needed)}). Fill in what it needs, as in "
+            f"lambda: {name}(jax.random.key(0))."
+        )
+
+
+def _checked(tree: Any) -> Any:
+    """The tree, if it is one of arrays and numbers."""
+    _shapes_of_arrays(tree)
+    return tree
 
 
 def _shapes_of_arrays(tree: Any) -> Any:
@@ -341,7 +350,8 @@ def _shapes_of_arrays(tree: Any) -> Any:
         try:
             shapes.append(_shape(leaf))
         except TypeError:
-            wrong.append(f"{reprlib.repr(leaf)} at {jax.tree_util.keystr(path)}")
+            at = f" at {jax.tree_util.keystr(path)}" if path else ""
+            wrong.append(f"{reprlib.repr(leaf)}{at}")
     if wrong:
         raise ModelError(
             f"expected arrays or numbers as parameters and state; received {', '.join(wrong)}. "

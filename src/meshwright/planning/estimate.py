@@ -356,13 +356,14 @@ def notes_of_groups(kinds: Iterable[str], hardware: Hardware) -> list[str]:
 
     >>> from ..targets.hardware import hardware_of
     >>> notes_of_groups(["product", "grouped_convolution"], hardware_of("v5e"))
-    ['Convolutions in groups, such as depthwise ones, count at the peak, and may take far longer.']
+    ['Convolutions in groups, such as depthwise ones, count at the peak, and may take far longer: \
+mw.calibrate measures them on such a machine.']
     """
     if GROUPED not in kinds or hardware.rate(GROUPED, 1.0) is not None:
         return []
     return [
         "Convolutions in groups, such as depthwise ones, count at the peak, and may take far "
-        "longer."
+        "longer: mw.calibrate measures them on such a machine."
     ]
 
 
