@@ -13,6 +13,7 @@ from small_transformer import WIDTH, batch_of, loss, program_of, tied_loss
 from test_pipelines import SPLIT
 
 import meshwright as mw
+from meshwright import _compat
 from meshwright.stages.rooms import Rooms
 from meshwright.stages.staged import Staged, abstract_of
 
@@ -43,7 +44,7 @@ def sums_of_a_vocabulary(of: Any, mesh: dict[str, int], **more: Any) -> int:
 
 
 def _carried(loop: Any) -> int:
-    first, count = loop.params["num_consts"], loop.params["num_carry"]
+    first, count = _compat.scan_counts(loop)
     dims = [sorted(var.aval.shape[-2:]) for var in loop.invars[first : first + count]]
     return dims.count([WIDTH, WORDS])
 

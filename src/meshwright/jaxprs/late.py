@@ -70,32 +70,29 @@ def _results(eqn: Any, values: list[Any]) -> list[Any]:
             inner = eqn.params["jaxpr"]
             return _evaluated(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), values)
         if name == "scan":
-            return _loop(eqn.params, values)
+            return _loop(eqn, values)
     return _compat.evaluate(eqn, [_made(value) for value in values])
 
 
-def _loop(params: Any, values: list[Any]) -> list[Any]:
+def _loop(eqn: Any, values: list[Any]) -> list[Any]:
     """A ``scan`` whose turns make what is late of their slices."""
     import jax
 
-    first, begin = params["num_consts"], params["num_consts"] + params["num_carry"]
-    consts, carried, stacks = (
-        values[:first],
-        [_made(v) for v in values[first:begin]],
-        values[begin:],
-    )
+    first, count = _compat.scan_counts(eqn)
+    consts, stacks = values[:first], values[first + count :]
+    carried = [_made(value) for value in values[first : first + count]]
 
     def turn(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         here = [
             Late(stack.make, piece, stack.whole) if isinstance(stack, Late) else piece
             for stack, piece in zip(stacks, slices, strict=True)
         ]
-        body = params["jaxpr"]
+        body = eqn.params["jaxpr"]
         results = _evaluated(body.jaxpr, body.consts, [*consts, *carry, *here])
         return results[: len(carry)], results[len(carry) :]
 
     sliced = [stack.stacked if isinstance(stack, Late) else stack for stack in stacks]
-    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     last, stacked = jax.lax.scan(turn, carried, sliced, **how)
     return [*last, *stacked]
 
