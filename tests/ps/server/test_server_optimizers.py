@@ -167,6 +167,8 @@ def test_rows_alone_change_and_as_keras_would_change_them(case) -> None:
         for v, before in zip(kept, former, strict=True):
             if "accumulator" in v.name and "gradient" in v.name:
                 continue  # sums of all rows that came: nothing else touches them
+            if v.name == "a_average" and not step:
+                before = former[0]  # of all rows, an average begins as the value
             now = np.array(v.value)
             others = [row for row in range(7) if row not in touched]
             now[others] = before[others]
@@ -175,6 +177,18 @@ def test_rows_alone_change_and_as_keras_would_change_them(case) -> None:
             pending.clear()
         both.server.push(("a", "rows_gradient", [rows, values]))
         both.check()
+
+
+def test_an_average_begins_as_the_value_where_a_row_is_made_later() -> None:
+    server = Asking()
+    server.table("t", [0, 2], hash=True, kind="normal", seed=1)
+    config = keras.saving.serialize_keras_object(keras.optimizers.SGD(0.1, use_ema=True))
+    server.ask("optimizer", group="g", config=config, names=["t"])
+    for key in (5, 9):
+        before = server.ask("lookup", np.array([key]), name="t", make=True).arrays[0][0]
+        server.push(("t", "rows_gradient", [np.array([key]), np.ones((1, 2), "f")]))
+    average = server.ask("slots", names=["t"]).arrays[0]
+    np.testing.assert_allclose(average[1], 0.99 * before + 0.01 * (before - 0.1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", TWINS)

@@ -146,9 +146,9 @@ def _group_of(head: Mapping[str, Any]) -> Group:
 
 def add_slots(store: Store, shard: Shard, twin: Twin) -> None:
     """Make the slots that a variable needs, in the place of those it has."""
-    elements = dict(twin.slots)
+    elements: dict[str, float | None] = dict(twin.slots)
     if twin.use_ema:
-        elements[AVERAGE] = 0.0
+        elements[AVERAGE] = None  # of rows without a gradient, too, which a push of rows leaves out
     if twin.gradient_accumulation_steps:
         elements[ACCUMULATOR] = 0.0
     store.check_room(shard.name, len(elements) * shard.num_bytes - shard.slot_bytes)

@@ -59,7 +59,7 @@ def _load_table(shard: Shard, keys: np.ndarray, values: np.ndarray) -> None:
             f"of shape {list(keys.shape)} and values of {list(values.shape)}."
         )
     slots = {
-        name: np.full((len(keys), *slot.shape[1:]), shard.first[name], slot.dtype)
+        name: np.full((len(keys), *slot.shape[1:]), shard.first_of(name, values), slot.dtype)
         if slot.ndim
         else slot
         for name, slot in shard.slots.items()

@@ -66,10 +66,13 @@ class Shard:
         """The array that positions index: the values, or a slot."""
         return self._values if name is None else self.slots[name]
 
-    def add_slot(self, name: str, first: float, dtype: np.dtype, per: str) -> None:
-        """Make a slot: one number ``per`` ``"element"``, ``"row"`` or ``"variable"``."""
+    def add_slot(self, name: str, first: float | None, dtype: np.dtype, per: str) -> None:
+        """Make a slot: one number ``per`` ``"element"``, ``"row"`` or ``"variable"``.
+
+        It begins as the number ``first``, or as the values where that is ``None``.
+        """
         shapes = {"element": self.full().shape, "row": self.full().shape[:1], "variable": ()}
-        self.slots[name] = np.full(shapes[per], first, dtype)
+        self.slots[name] = np.full(shapes[per], self.full() if first is None else first, dtype)
 
     def positions(self, rows: np.ndarray, *, make: bool = True) -> np.ndarray:
         """Where these rows lie; raises :class:`~meshwright.errors.ArrayError` for one outside."""
@@ -110,7 +113,7 @@ class HashShard(Shard):
         self._places: dict[int, int] = {}
         self._draw = Draw.of(init, (1, *row_shape))
         self.check_room: Callable[[int], None] = lambda more_bytes: None
-        self.first: dict[str, float] = {}  # of each slot, for rows to come
+        self.first: dict[str, float | None] = {}  # of each slot, for rows to come
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -129,7 +132,7 @@ class HashShard(Shard):
         """The keys, in the order of the rows."""
         return np.fromiter(self._places, np.int64, len(self._places))
 
-    def add_slot(self, name: str, first: float, dtype: np.dtype, per: str) -> None:
+    def add_slot(self, name: str, first: float | None, dtype: np.dtype, per: str) -> None:
         super().add_slot(name, first, dtype, per)
         self.first[name] = first
 
@@ -151,6 +154,11 @@ class HashShard(Shard):
         values[places != _UNSEEN] = self._values[places[places != _UNSEEN]]
         return values
 
+    def first_of(self, slot: str, values: np.ndarray) -> np.ndarray | float:
+        """What a slot of new rows begins as, where these are their values."""
+        first = self.first[slot]
+        return values if first is None else first
+
     def load(self, keys: np.ndarray, values: np.ndarray, slots: dict[str, np.ndarray]) -> None:
         """Hold these rows and their slots, in this order, and no others."""
         gone = None if self.marks is None else np.setdiff1d(self.keys, keys)
@@ -170,7 +178,7 @@ class HashShard(Shard):
         self._values[start:stop] = self._rows_by_key(keys)
         for name, slot in self.slots.items():
             if slot.ndim:
-                slot[start:stop] = self.first[name]
+                slot[start:stop] = self.first_of(name, self._values[start:stop])
         self._places.update(zip(keys.tolist(), range(start, stop), strict=True))
         if self.marks is not None:
             self.marks.add(slice(start, stop))

@@ -96,6 +96,8 @@ class Stepper:
         rows, values = aggregate(rows, values.astype(shard.dtype, copy=False))
         if ACCUMULATOR in shard.slots:
             plan, rows, values = _accumulated(plan, shard, rows, values)
+        if AVERAGE in shard.slots and not shard.steps:  # values may be set after slots are made
+            np.copyto(shard.full(AVERAGE), shard.full())
         names = [*group.twin.slots, *([AVERAGE] if AVERAGE in shard.slots else [])]
         value, *slots = (np.take(shard.full(name), rows, axis=0) for name in (None, *names))
         flat = tuple(slot.reshape(-1) for slot in slots)
