@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from ports import free_port
 
 TWO_PROCESSES = """
 import sys, time
@@ -85,9 +85,7 @@ print("done")
 
 @pytest.mark.full
 def test_everything_holds_across_two_processes():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     processes = [
         subprocess.Popen(

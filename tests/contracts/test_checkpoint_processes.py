@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import free_address, run_together
+from ports import free_address
+from processes import run_together
 
 import meshwright as mw
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ports import free_ports
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "unshare")
 
 CONFIG = """
@@ -67,7 +69,7 @@ class SlurmCluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
-        ports = _free_ports(3)
+        ports = free_ports(3)
         # A job's number gives the port where its group meets: no two clusters should share any.
         values = {"folder": folder, "ports": ports, "first_job": random.randrange(1, 2000)}
         host = socket.gethostname()
@@ -157,11 +159,3 @@ def _until(true: object, fault: str) -> None:
     while not true():
         assert time.monotonic() < until_s, fault
         time.sleep(0.2)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [opened.getsockname()[1] for opened in sockets]
-    for opened in sockets:
-        opened.close()
-    return ports

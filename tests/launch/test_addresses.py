@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from meshwright import ClusterError, ClusterSpec, Membership
 from meshwright.launch.addresses import listener_at, split_address, to_bind
 from meshwright.launch.membership import membership
 from meshwright.launch.nodes import Hub, rendezvous
-from meshwright.launch.processes import free_port
 
 
 def _has_loopback() -> bool:

@@ -7,7 +7,6 @@ import functools
 import json
 import multiprocessing
 import re
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import keras
 import numpy as np
 import pytest
 import zmq
+from ports import free_address, free_ports
 from watching import soon_enough
 
 import meshwright as mw
@@ -37,22 +37,9 @@ def imported() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def free_port() -> int:
-    """A port whose next one is free, too."""
-    while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            try:
-                two.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
-
-
 def run(folder: Path, *changes: dict[str, Any]) -> list[tuple[str, str, float, float]]:
     """What each process has raised: class, message, when it came to ``fit``, when it raised."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(2)[0]}"
     processes = [
         imported().Process(
             target=agreeing.main,
@@ -234,7 +221,7 @@ def test_rank_0_that_does_not_answer_is_named(address):
 
 
 def test_the_address_of_a_meeting_can_be_used_once():
-    port = f"tcp://127.0.0.1:{free_port()}"
+    port = f"tcp://{free_address()}"
     with contextlib.closing(Meeting(port, 2)), pytest.raises(zmq.ZMQError):
         Meeting(port, 2)
 

@@ -6,13 +6,13 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 from watching import LOSS, soon_enough, within
 
 from meshwright.launch import companion, join
@@ -73,24 +73,11 @@ def test_a_failure_of_another_rank_interrupts_neither_its_own_handling_nor_a_rep
     )
 
 
-def ports() -> int:
-    """Two ports of this host in a row that are free."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
-
-
 def started(
     arguments: list[str], before: list[str] | None = None, **more: str
 ) -> list[subprocess.Popen[str]]:
     """Two ranks with torchrun's variables, as another launcher would start them."""
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports())}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(2)[0])}
     shared |= {"MESHWRIGHT_SCRIPT_TIMEOUT": str(SCRIPT_S)}
     shared |= {"MESHWRIGHT_STALL_TIMEOUT": str(STALL_S), "JAX_NUM_CPU_DEVICES": "2", **more}
     return [

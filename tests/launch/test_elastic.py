@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from ports import free_address
 from rows_once import EPOCHS, ROWS
 from watching import within, write_fake_ssh
 
@@ -207,10 +207,8 @@ def test_a_host_that_comes_is_taken_in_and_those_that_leave_or_are_lost_are_not_
     monkeypatch.setenv("SAVE_EVERY", "1000")
     monkeypatch.setenv("SPLIT", "1")
     (tmp_path / "plan.json").write_text("{}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    options = ["--processes", "1", "--devices", "1", "--nodes", "1:2", "--rendezvous", address]
+    meeting = ["--nodes", "1:2", "--rendezvous", free_address()]
+    options = ["--processes", "1", "--devices", "1", *meeting]
     options += ["--stall-timeout", "2"]
     command = [sys.executable, "-m", "meshwright.cli", "launch", *options, PROGRAM, str(tmp_path)]
     hosts: list[subprocess.Popen[bytes]] = []

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 from keras_script import SETTING
+from ports import free_address, free_port
 from watching import all_gone, soon_enough, within, write_fake_ssh
 
 import meshwright as mw
@@ -33,7 +33,6 @@ from meshwright.launch.idleness import _descendants, of_all
 from meshwright.launch.limits import Limits
 from meshwright.launch.native_waits import NativeWait, waits_natively
 from meshwright.launch.outside import stack_from
-from meshwright.launch.processes import free_port
 from meshwright.launch.progress import Board, Progress, new_board, read_board, report_to
 from meshwright.launch.signals import Stopping
 from meshwright.launch.stalls import Seen, learn, stalls
@@ -551,12 +550,6 @@ def node(address: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*command, PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-
-
-def free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def listens(address: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 from watching import all_gone, within
 
 from meshwright.launch import Keys
@@ -37,14 +38,6 @@ PROGRAM = """
     coordinator.join(timeout_s=60.0)
     print(float(total.read()))
 """
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [socket.getsockname()[1] for socket in sockets]
-    for bound in sockets:
-        bound.close()
-    return ports
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from watching import within
 
 import meshwright as mw
 from meshwright import ClusterError
 from meshwright.launch.hosts import run_on_hosts
-from meshwright.launch.processes import free_port
 
 PROGRAM = str(Path(__file__).parent / "grouped.py")
 HOSTS = ["127.0.0.1", "localhost"]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from meshwright import ClusterError
 from meshwright.launch.agreement import Attendance, Meeting, Party
@@ -21,7 +22,6 @@ from meshwright.launch.doors import group_keys
 from meshwright.launch.joining import KEYS
 from meshwright.launch.keys import Keys
 from meshwright.launch.nodes import Hub, Share, Spoke, rendezvous
-from meshwright.launch.processes import free_port
 
 GROUPED = str(Path(__file__).parent / "grouped.py")
 

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_companion import ended, ports, started
+from ports import free_ports
+from test_companion import ended, started
 
 from meshwright import ClusterError
 from meshwright.fabric import Peer, notes_on
@@ -40,7 +41,7 @@ def program(tmp_path: Path) -> str:
 @pytest.mark.full
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_port_that_is_taken_is_named_by_rank_0(program, which):
-    port = ports()
+    port = free_ports(2)[0]
     with socket.create_server(("127.0.0.1", port + which)):
         results = ended(started([program], MASTER_PORT=str(port)))
     code, text = results[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from http_calls import call, listening
 from http_models import KERNEL, Linear, Shelf, served
+from ports import free_port
 
 from meshwright.errors import ServingError
 from meshwright.serving.http.app import serving_app
@@ -74,9 +74,7 @@ def rpc_port() -> Iterator[int]:
     pytest.importorskip("tritonclient.grpc", reason=HOW)
     from meshwright.serving.http.rpc import with_rpc
 
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     slow = Linear("slow")
     slow.gate = asyncio.Event()
     app = serving_app(Shelf(Linear(), slow), keys=[KEY])

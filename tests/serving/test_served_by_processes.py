@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from ports import free_port
 from serving_group import answers_of, serve
 
 import meshwright as mw
@@ -44,9 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    return free_port()
 
 
 # Tensorstore's other reads end after Orbax has closed its loop, where one of them fails.

@@ -115,12 +115,6 @@ def _pass_on(one: socket.socket, other: socket.socket) -> None:
             end.shutdown(socket.SHUT_RDWR)
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in opened]
-
-
 @contextlib.contextmanager
 def task_process(spec: ClusterSpec, task: str) -> Iterator[subprocess.Popen]:
     """A task that somebody else starts: its environment is all that it is told."""

@@ -14,7 +14,8 @@ import jax.export
 import keras
 import numpy as np
 import pytest
-from clusters import HEARTBEAT_S, WAIT_S, Relay, free_ports, task_process, wait_for_workers
+from clusters import HEARTBEAT_S, WAIT_S, Relay, task_process, wait_for_workers
+from ports import free_ports
 
 from meshwright.launch.own_keys import keys_of_this_user
 from meshwright.launch.spec import ClusterSpec
