@@ -1,4 +1,4 @@
-"""Ports for servers of tests that start later."""
+"""Free ports for servers that a test starts later."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import contextlib
 import random
 import socket
 
-_FIRST, _LAST = 10_240, 32_000  # systems draw ports for whoever names none from 32,768 on
-_random = random.SystemRandom()  # for tests beside this one draw ports, too
+_FIRST, _LAST = 10_240, 32_000  # below the ephemeral range, which starts at 32,768 on Linux
+_random = random.SystemRandom()  # not seeded: test processes that run at once must differ
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports in a row that nothing listens at, and that no system gives to somebody else."""
+    """Consecutive ports with no listener, outside the range that the system assigns from."""
     while True:
         first = _random.randrange(_FIRST, _LAST)
         ports = [*range(first, first + count)]

@@ -187,7 +187,14 @@ def test_an_average_begins_as_the_value_where_a_row_is_made_later() -> None:
     for key in (5, 9):
         before = server.ask("lookup", np.array([key]), name="t", make=True).arrays[0][0]
         server.push(("t", "rows_gradient", [np.array([key]), np.ones((1, 2), "f")]))
+    with pytest.raises(mw.MeshwrightError, match="average of 't' takes 0 arrays, not 1"):
+        server.push(("t", "average", [np.ones((2, 2), "f")]))
     average = server.ask("slots", names=["t"]).arrays[0]
+    server.push(("t", "average", []))
+    np.testing.assert_array_equal(server.read("t")[0], average)
+    server.value("w", np.ones(2, "f"))
+    with pytest.raises(mw.ModelError, match="'w' has no averages: its optimizer needs use_ema"):
+        server.push(("w", "average", []))
     np.testing.assert_allclose(average[1], 0.99 * before + 0.01 * (before - 0.1), rtol=1e-5)
 
 

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from training_models import apart, data, dense, ratings, recommender, same_history
 
+from meshwright.errors import ModelError
 from meshwright.frontends.keras.program import KerasVariables
 from meshwright.ps.options import Tables
 from meshwright.ps.server.optimizers import TWINS, twin_of
 from meshwright.ps.shared.consistency import Async, Backup, Stale
 from meshwright.ps.shared.partitioners import FixedShardsPartitioner
 from meshwright.ps.strategy import ParameterServer
+from meshwright.ps.training.embeddings import Embedding
 
 decay = keras.optimizers.schedules.ExponentialDecay
 OPTIMIZERS = {
@@ -218,3 +220,54 @@ def test_servers_call_the_slots_of_an_optimizer_as_keras_does(name):
     optimizer = getattr(keras.optimizers, name)()
     twin = twin_of(keras.optimizers.serialize(optimizer))  # type: ignore[arg-type]
     assert kinds_of(optimizer) == set(twin.slots)
+
+
+def _averaged() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
+
+
+@pytest.mark.parametrize("table", ["in the model", "with its own optimizer", 40, "hash"])
+def test_averages_take_the_place_of_the_rows_as_in_keras(table):
+    """One of two shards gets no gradient at all; rows without one stay as they are."""
+    is_away = table in (40, "hash")
+    ids = np.array([1, 3, 5, 3] * 4, "int32")
+    y = np.random.default_rng(0).normal(size=[16, 4]).astype("float32")
+
+    def model(layer: keras.layers.Layer, optimizer: keras.optimizers.Optimizer) -> keras.Model:
+        inputs = keras.Input([], dtype="int32")
+        built = keras.Model(inputs, layer(inputs))
+        built.compile(optimizer, "mse")
+        return built
+
+    own = table == "with its own optimizer"
+    layer = Embedding("users", 4, table) if is_away else keras.layers.Embedding(40, 4)
+    trained = model(layer, keras.optimizers.SGD(0.5) if own else _averaged())
+    plain = keras.layers.Embedding(40, 4)
+    expected = model(plain, _averaged())
+    every = np.arange(40)
+    with ParameterServer(partitioner=FixedShardsPartitioner(2)) as strategy:
+        before = strategy.predict(trained, every, verbose=0) if is_away else layer.get_weights()[0]
+        plain.set_weights([before])
+        expected.fit(ids, y, batch_size=16, epochs=3, verbose=0)
+        tables = Tables(0, _averaged() if own else None)
+        strategy.fit(trained, ids, y, batch_size=16, epochs=3, verbose=0, tables=tables)
+        after = strategy.predict(trained, every, verbose=0) if is_away else layer.get_weights()[0]
+    result = plain.get_weights()[0]
+    np.testing.assert_allclose(after, result, atol=1e-6)
+    assert np.abs(result - before).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"embeddings": -1}, r"a whole number of bytes, 0 or more, .* or None; received -1"),
+        ({"embeddings": 4e6}, r"names of layers, or None; received 4000000\.0"),
+        ({"embeddings": 0, "optimizer": "sdg"}, r"a Keras optimizer, its name .* received 'sdg'"),
+    ],
+)
+def test_tables_of_another_kind_are_refused(tables, message):
+    layer, inputs = keras.layers.Embedding(40, 4), keras.Input([], dtype="int32")
+    model = keras.Model(inputs, layer(inputs))
+    model.compile("sgd", "mse")
+    with ParameterServer() as strategy, pytest.raises(ModelError, match=message):
+        strategy.fit(model, np.zeros([4], "int32"), np.zeros([4, 4]), tables=Tables(**tables))

@@ -148,7 +148,7 @@ def add_slots(store: Store, shard: Shard, twin: Twin) -> None:
     """Make the slots that a variable needs, in the place of those it has."""
     elements: dict[str, float | None] = dict(twin.slots)
     if twin.use_ema:
-        elements[AVERAGE] = None  # of rows without a gradient, too, which a push of rows leaves out
+        elements[AVERAGE] = None  # begins as the values, which a row without gradients keeps
     if twin.gradient_accumulation_steps:
         elements[ACCUMULATOR] = 0.0
     store.check_room(shard.name, len(elements) * shard.num_bytes - shard.slot_bytes)
@@ -159,6 +159,19 @@ def add_slots(store: Store, shard: Shard, twin: Twin) -> None:
         shard.add_slot(name, first, shard.dtype, "variable")
     if twin.gradient_accumulation_steps and shard.shape:
         shard.add_slot(TOUCHED, False, np.dtype(bool), "row")
+
+
+def averages_of(shard: Shard) -> np.ndarray | None:
+    """The memory of a shard's averages, if it has any: until its first step, those are its values.
+
+    Keras writes zeros before that, and so do the slots that it is given.
+    """
+    if AVERAGE not in shard.slots:
+        return None
+    averages = shard.full(AVERAGE)
+    if not shard.steps:
+        np.copyto(averages, shard.full())
+    return averages
 
 
 def answer_of(group: Group, is_new: bool) -> dict[str, Any]:

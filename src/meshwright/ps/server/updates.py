@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import ArrayError, ModelError, ProtocolError, TaskError
 from .codecs import decode_gradient
-from .groups import Groups
+from .groups import AVERAGE, Groups, averages_of
 from .rounds import Gradient
 from .rows import add_rows, subtract_rows
 from .shards import Shard
@@ -23,7 +23,7 @@ class Change:
 
     op: str
     shard: Shard
-    values: np.ndarray
+    values: np.ndarray  # those that are sent; the shard's own where none are
     rows: np.ndarray | None = None
 
     def apply(self) -> None:
@@ -40,10 +40,17 @@ def _rows_assign(table: np.ndarray, change: Change) -> None:
     table[change.rows] = change.values
 
 
+def _average(table: np.ndarray, change: Change) -> None:
+    averages = averages_of(change.shard)
+    assert averages is not None  # it is checked
+    np.copyto(table, averages[: len(table)] if table.ndim else averages)
+
+
 OPS: dict[str, Callable[[np.ndarray, Change], Any]] = {
     "assign": lambda table, change: np.copyto(table, change.values, casting="same_kind"),
     "add": lambda table, change: _into(table, change, np.add),
     "sub": lambda table, change: _into(table, change, np.subtract),
+    "average": _average,
     "rows_assign": _rows_assign,
     "rows_add": lambda table, change: add_rows(table, np.asarray(change.rows), change.values),
     "rows_sub": lambda table, change: subtract_rows(table, np.asarray(change.rows), change.values),
@@ -100,9 +107,12 @@ def _change(shard: Shard, op: str, arrays: Sequence[np.ndarray]) -> Change:
     if op not in OPS:
         raise TaskError(f"unknown operation {op!r}; expected one of {', '.join(_ALL)}.")
     by_rows = op.startswith("rows_")
-    if len(arrays) != 1 + by_rows:
-        raise ArrayError(f"{op} of {shard.name!r} takes {1 + by_rows} arrays, not {len(arrays)}.")
-    values = arrays[-1]
+    count = 0 if op == "average" else 1 + by_rows
+    if len(arrays) != count:
+        raise ArrayError(f"{op} of {shard.name!r} takes {count} arrays, not {len(arrays)}.")
+    if op == "average" and AVERAGE not in shard.slots:
+        raise ModelError(f"{shard.name!r} has no averages: its optimizer needs use_ema=True.")
+    values = arrays[-1] if arrays else shard.values
     if not np.can_cast(values.dtype, shard.dtype, "same_kind"):
         raise ArrayError(
             f"{op} of {shard.name!r}, which is {shard.dtype}; received {values.dtype}."

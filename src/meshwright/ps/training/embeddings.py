@@ -178,10 +178,18 @@ class Embedding(keras.layers.Layer):
 def serialized(optimizer: Any) -> dict[str, Any]:
     """An optimizer as Keras writes it, from its name, its config or the optimizer itself.
 
+    Raises :class:`~meshwright.ModelError` for anything else.
+
     >>> serialized("adagrad")["class_name"]
     'Adagrad'
     """
-    config: Any = keras.optimizers.serialize(keras.optimizers.get(optimizer))
+    try:
+        config: Any = keras.optimizers.serialize(keras.optimizers.get(optimizer))
+    except ValueError as error:
+        raise ModelError(
+            "the optimizer of a table must be a Keras optimizer, its name or its config; received "
+            f"{optimizer!r}."
+        ) from error
     return config
 
 
@@ -329,6 +337,13 @@ def _layers_by_rows(
 ) -> list[Any]:
     if embeddings is None:
         return []
+    if not isinstance(embeddings, int | Sequence) or (
+        isinstance(embeddings, int) and embeddings < 0
+    ):
+        raise ModelError(
+            "Tables(embeddings=) must be a whole number of bytes, 0 or more, the names of layers, "
+            f"or None; received {embeddings!r}."
+        )
     if isinstance(embeddings, int):
         return [one for one in layers.values() if _nbytes(one) >= embeddings and _trains(one)]
     names = [embeddings] if isinstance(embeddings, str) else list(embeddings)

@@ -197,6 +197,21 @@ class Served(OnServers):
             **rates,
         }
 
+    def average_tables(self) -> bool:
+        """Put averages into the tables that Keras cannot, as it does where ``fit`` ends.
+
+        Returns whether there are any.
+        """
+        away = self.tables_away.items()
+        averaged = [Update(spec, "average", ()) for name, spec in away if self._is_averaged(name)]
+        if averaged:
+            self._on_servers(lambda servers: servers.push(averaged))
+        return bool(averaged)
+
+    def _is_averaged(self, table: str) -> bool:
+        own = self._own_optimizers.get(table)
+        return bool((self.model.optimizer if own is None else own.optimizer).use_ema)
+
     # From the servers
 
     def take(self, slots: bool = True) -> None:

@@ -132,6 +132,8 @@ class ServerSteps(Steps):
         return self._served.logs_from(counts)
 
     def finish(self) -> None:
+        if self._served.average_tables():
+            self._has_values = False
         self._take()
         self._served.move_on(self.num_batches * self._epochs_begun)
         self._model.optimizer.finalize_variable_values(self._model.trainable_weights)
