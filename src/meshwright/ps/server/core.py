@@ -39,7 +39,7 @@ from ...errors import ArrayError, ProtocolError, TaskError
 from ..wire.failures import failure
 from ..wire.message import Message
 from ..wire.schema import TO_SERVER, check
-from .groups import answer_of, averages_of
+from .groups import answer_of, begin_averages
 from .loading import changes_of, load, piece_of, put_piece
 from .pushes import push
 from .shards import HashShard
@@ -207,7 +207,7 @@ class ServerCore:
     def _slots(self, peer: str, message: Message) -> Message:
         shards = self.state.store.get(message.head["names"])
         for shard in shards:
-            averages_of(shard)  # writes them where they have not begun
+            begin_averages(shard)
         arrays = [shard.slot(name) for shard in shards for name in shard.slots]
         head = {
             "slots": [[shard.name, list(shard.slots)] for shard in shards],

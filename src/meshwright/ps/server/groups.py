@@ -161,17 +161,16 @@ def add_slots(store: Store, shard: Shard, twin: Twin) -> None:
         shard.add_slot(TOUCHED, False, np.dtype(bool), "row")
 
 
-def averages_of(shard: Shard) -> np.ndarray | None:
-    """The memory of a shard's averages, if it has any: until its first step, those are its values.
+def begin_averages(shard: Shard) -> bool:
+    """Set a shard's averages to its values until its first step; returns whether it has any.
 
-    Keras writes zeros before that, and so do the slots that it is given.
+    Keras' averages are zeros until then, and a model's slots are loaded before it.
     """
     if AVERAGE not in shard.slots:
-        return None
-    averages = shard.full(AVERAGE)
+        return False
     if not shard.steps:
-        np.copyto(averages, shard.full())
-    return averages
+        np.copyto(shard.full(AVERAGE), shard.full())
+    return True
 
 
 def answer_of(group: Group, is_new: bool) -> dict[str, Any]:

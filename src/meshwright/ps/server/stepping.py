@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .delays import Delay
-from .groups import ACCUMULATOR, AVERAGE, TOUCHED, Group, averages_of
+from .groups import ACCUMULATOR, AVERAGE, TOUCHED, Group, begin_averages
 from .optimizers import Block, Moment, Twin
 from .rows import add_rows, aggregate
 from .shards import Shard
@@ -96,7 +96,7 @@ class Stepper:
         rows, values = aggregate(rows, values.astype(shard.dtype, copy=False))
         if ACCUMULATOR in shard.slots:
             plan, rows, values = _accumulated(plan, shard, rows, values)
-        names = [*group.twin.slots, *([] if averages_of(shard) is None else [AVERAGE])]
+        names = [*group.twin.slots, *([AVERAGE] if begin_averages(shard) else [])]
         value, *slots = (np.take(shard.full(name), rows, axis=0) for name in (None, *names))
         flat = tuple(slot.reshape(-1) for slot in slots)
         count = len(group.twin.slots)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import ArrayError, ModelError, ProtocolError, TaskError
 from .codecs import decode_gradient
-from .groups import AVERAGE, Groups, averages_of
+from .groups import AVERAGE, Groups, begin_averages
 from .rounds import Gradient
 from .rows import add_rows, subtract_rows
 from .shards import Shard
@@ -41,9 +41,8 @@ def _rows_assign(table: np.ndarray, change: Change) -> None:
 
 
 def _average(table: np.ndarray, change: Change) -> None:
-    averages = averages_of(change.shard)
-    assert averages is not None  # it is checked
-    np.copyto(table, averages[: len(table)] if table.ndim else averages)
+    begin_averages(change.shard)
+    np.copyto(table, change.shard.slot(AVERAGE))
 
 
 OPS: dict[str, Callable[[np.ndarray, Change], Any]] = {
