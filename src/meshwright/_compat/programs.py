@@ -8,7 +8,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 
@@ -277,12 +277,13 @@ def devices_by_hand(shard_map: Any) -> int:
     return math.prod(mesh.shape[axis] for axis in shard_map.params["newly_manual_axes"])
 
 
-def without_dead_code(jaxpr: Any) -> Any:
-    """A jaxpr without the equations that none of its results depends on."""
+def without_dead_code(jaxpr: Any, results: Collection[int] | None = None) -> Any:
+    """A jaxpr without the equations that none of its results depends on, or none of these."""
     from jax.interpreters import partial_eval
 
     inner = getattr(jaxpr, "jaxpr", jaxpr)
-    needed, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
+    wanted = [results is None or number in results for number in range(len(inner.outvars))]
+    needed, _ = partial_eval.dce_jaxpr(inner, wanted, instantiate=True)
     return needed
 
 

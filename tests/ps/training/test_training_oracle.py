@@ -8,7 +8,9 @@ import pytest
 from training_models import apart, data, dense, ratings, recommender, same_history
 
 from meshwright.errors import ModelError
+from meshwright.frontends.keras.data_parallel import DataParallel
 from meshwright.frontends.keras.program import KerasVariables
+from meshwright.layouts.mesh import create_mesh
 from meshwright.ps.options import Tables
 from meshwright.ps.server.optimizers import TWINS, twin_of
 from meshwright.ps.shared.consistency import Async, Backup, Stale
@@ -97,6 +99,32 @@ def test_what_was_trained_is_trained_on(consistency):
         expected.fit(x, y, **how)
     assert apart(expected, model) < 1e-6
     assert int(model.optimizer.iterations) == 9
+
+
+def dropping() -> keras.Model:
+    """A model that draws three times per step from two seeds."""
+    keras.utils.set_random_seed(0)
+    shared = keras.layers.Dropout(0.4, seed=1)
+    between = [shared, keras.layers.Dense(8), shared, keras.layers.Dropout(0.2, seed=2)]
+    return dense(keras.optimizers.SGD(0.1, momentum=0.9), *between)
+
+
+@pytest.mark.parametrize("through", ["one program", "checkpoints"])
+def test_random_numbers_go_on_where_those_of_one_device_do(through, tmp_path):
+    """From fit to fit, and from checkpoint to checkpoint, to parameter servers and back."""
+    x, y = data()
+    how = {**HOW, "epochs": 4}
+    expected, model = dropping(), dropping()
+    losses = expected.fit(x, y, **how).history["loss"]
+    with ParameterServer() as servers:
+        device = DataParallel(create_mesh({"batch": 8}))
+        for epoch, strategy in enumerate((servers, servers, device, servers)):
+            legs = {**how, "initial_epoch": epoch}
+            if through == "checkpoints":
+                model, legs = dropping(), {**how, "checkpoint": tmp_path}
+            history = strategy.fit(model, x, y, **{**legs, "epochs": epoch + 1}).history
+            assert history["loss"][-1] == pytest.approx(losses[epoch], abs=1e-5)
+    assert apart(expected, model) < 1e-5  # seeds, too
 
 
 @pytest.mark.full_for("0.1")

@@ -12,12 +12,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ... import _compat
 from ...errors import ArrayError, ModelError
@@ -69,7 +70,8 @@ class Parts:
     """Which arrays of a program a worker reads and what it returns of each, by path.
 
     Of ``params`` it returns gradients, of ``moving`` how far they moved, ``frozen`` never change,
-    ``seeds`` are each worker's own. ``tables`` travel by rows. ``metrics`` are counted from 0.
+    ``seeds`` are each worker's own; a step draws from them so often that their counters move by
+    ``draws``. ``tables`` travel by rows. ``metrics`` are counted from 0.
     """
 
     params: tuple[str, ...]
@@ -79,6 +81,7 @@ class Parts:
     tables: tuple[Table, ...]
     metrics: tuple[tuple[str, tuple[int, ...]], ...]  # (path, dims), in the order of the counts
     ids: tuple[IdsOf, ...] = ()  # of tables that travel whole
+    draws: tuple[int, ...] = ()  # of each seed
 
     @property
     def num_counts(self) -> int:
@@ -100,7 +103,8 @@ class Parts:
         lookups = lookups or NoLookups()
         away = {table.name for table in lookups.tables}
         seeds = tuple(info.path for info in program.state if info.role == "seed")
-        changed, ids = _traced(program, batch, lookups)
+        traced = _traced(program, batch, lookups, seeds)
+        changed = traced.changed
         others = [info.path for info in program.state if info.path not in seeds]
         return cls(
             params=tuple(info.path for info in program.params if info.path not in away),
@@ -109,7 +113,8 @@ class Parts:
             seeds=seeds,
             tables=lookups.tables,
             metrics=tuple((info.path, tuple(info.dims)) for info in program.metrics),
-            ids=ids,
+            ids=traced.ids,
+            draws=traced.draws,
         )
 
 
@@ -354,20 +359,29 @@ def _zeros(infos: Any) -> Arrays:
     return {info.path: jnp.zeros(info.dims, info.dtype) for info in infos}
 
 
-def _traced(program: Program, batch: Any, lookups: Lookups) -> tuple[set[str], tuple[IdsOf, ...]]:
-    """The paths of the state that a step changes, and which arrays of a batch are ids.
+class _Traced(NamedTuple):
+    """The paths of the state that a step changes, the arrays of a batch that are ids, and how far
+    it moves the counter of each seed."""
+
+    changed: set[str]
+    ids: tuple[IdsOf, ...]
+    draws: tuple[int, ...]
+
+
+def _traced(program: Program, batch: Any, lookups: Lookups, seeds: Sequence[str]) -> _Traced:
+    """What one trace of a step shows.
 
     What a step does not change it returns as it came in. Ids are followed back through casts.
     """
     try:
-        return _trace(program, batch, lookups, watch=True)
+        return _trace(program, batch, lookups, seeds, watch=True)
     except jax.errors.UnexpectedTracerError:  # looked up inside of a transformation of the model's
-        return _trace(program, batch, lookups, watch=False)
+        return _trace(program, batch, lookups, seeds, watch=False)
 
 
 def _trace(
-    program: Program, batch: Any, lookups: Lookups, *, watch: bool
-) -> tuple[set[str], tuple[IdsOf, ...]]:
+    program: Program, batch: Any, lookups: Lookups, seeds: Sequence[str], *, watch: bool
+) -> _Traced:
     params = shapes_of(program.params)
     state = shapes_of(program.state)
     tables: list[tuple[str, int]] = []
@@ -386,12 +400,14 @@ def _trace(
             whole = TrainState({}, state, _zeros(program.slots), _zeros(program.metrics))
             return program.loss(params, whole, batch, True)[1].state, looked_up
 
-    jaxpr = jax.make_jaxpr(run)(state, params, batch).jaxpr
+    traced = jax.make_jaxpr(run)(state, params, batch)
+    jaxpr = traced.jaxpr
     outputs = jaxpr.outvars[: len(state)], jaxpr.outvars[len(state) :]
+    after = dict(zip(sorted(state), outputs[0], strict=True))
     changed = {
         path
-        for path, before, after in zip(sorted(state), jaxpr.invars, outputs[0])  # noqa: B905 (more inputs than state)
-        if before is not after
+        for (path, new), before in zip(after.items(), jaxpr.invars, strict=False)
+        if before is not new
     }
     leaves = jaxpr.invars[len(state) + len(params) :]
     sources = [origin(jaxpr, var) for var in outputs[1]]
@@ -401,7 +417,28 @@ def _trace(
         for at, leaf in enumerate(leaves)
         if leaf is source
     }
-    return changed, tuple(sorted(ids, key=lambda one: (one.leaf, one.table)))
+    numbers = [sorted(state).index(path) for path in seeds]
+    in_order = tuple(sorted(ids, key=lambda one: (one.leaf, one.table)))
+    return _Traced(changed, in_order, _draws(traced, numbers))
+
+
+def _draws(traced: Any, seeds: Sequence[int]) -> tuple[int, ...]:
+    """How far one step moves the last number of each seed, its counter: by as many as it draws.
+
+    ``seeds`` are the numbers of their arguments and results. 1 each where what a step draws depends
+    on what it computes.
+    """
+    jaxpr = _compat.without_dead_code(traced, seeds)
+    read = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | set(map(id, jaxpr.outvars))
+    if any(id(var) in read for n, var in enumerate(jaxpr.invars) if n not in seeds):
+        return (1,) * len(seeds)
+    zeros = [
+        np.zeros(var.aval.shape, var.aval.dtype) if n in seeds else np.zeros(())
+        for n, var in enumerate(jaxpr.invars)
+    ]
+    after = jaxpr_as_fun(ClosedJaxpr(jaxpr, traced.consts))(*zeros)
+    by_number = dict(zip(sorted(seeds), after, strict=True))
+    return tuple(int(np.ravel(np.asarray(by_number[n]))[-1]) for n in seeds)
 
 
 def origin(jaxpr: Any, var: Any) -> Any:

@@ -263,10 +263,11 @@ class Served(OnServers):
 
     def move_on(self, steps: int) -> None:
         """Advance the model's seeds by ``steps`` steps."""
-        for path in self.exported.parts.seeds:
+        parts = self.exported.parts
+        for path, draws in zip(parts.seeds, parts.draws, strict=True):
             variable = self.variables.state[path]
             seed = np.array(variable.value)
-            seed.reshape(-1)[-1] += np.asarray(steps).astype(seed.dtype)
+            seed.reshape(-1)[-1] += np.asarray(draws * steps).astype(seed.dtype)
             variable.assign(seed)
 
     # How it is done

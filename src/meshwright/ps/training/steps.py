@@ -7,6 +7,7 @@ the end of the epoch, waits for all of them, and reads the metrics off the serve
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import uuid
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from .feed import Feed
 from .saving import TableSaver
 from .serving import Served
 from .shards import MeasureShard, num_shards, validate
-from .worker_step import IndexedStep
+from .worker_step import IndexedStep, TrainStep
 
 _DRAWS_EVERY_S = 0.2
 
@@ -64,21 +65,31 @@ class ServerSteps(Steps):
         self._tables = TableSaver(saver, self._coordinator)
         # Only then may a worker keep what its last push has brought.
         fresh = not isinstance(strategy.consistency, Async)
-        step = of_model.step(uuid.uuid4().hex, compression, fresh)
-        self._step, self._numbered = step, IndexedStep(step, feed.maker)
-        self._measure: MeasureShard | None = None
-        if held_out is not None:
-            shards = num_shards(strategy.num_workers, held_out.steps)
-            self._measure = MeasureShard(step, held_out.maker, shards, held_out.steps)
+        self._how = uuid.uuid4().hex, compression, fresh
+        self._held_out, self._num_workers = held_out, strategy.num_workers
         self._every = local.every if local else 1
         self._edition = 0
-        self._epochs_begun = 0
         self._has_values = self._has_slots = True  # the model, not only the servers
 
     @property
     def num_batches(self) -> int:
         assert self._feed.steps is not None  # fit has seen to that
         return self._feed.steps
+
+    @functools.cached_property
+    def _step(self) -> TrainStep:
+        """What workers run. It begins with the model's seeds, which a checkpoint may bring."""
+        return self._served.step(*self._how)
+
+    @functools.cached_property
+    def _numbered(self) -> IndexedStep:
+        return IndexedStep(self._step, self._feed.maker)
+
+    @functools.cached_property
+    def _measure(self) -> MeasureShard:
+        assert self._held_out is not None  # there is data
+        shards = num_shards(self._num_workers, self._held_out.steps)
+        return MeasureShard(self._step, self._held_out.maker, shards, self._held_out.steps)
 
     def __enter__(self) -> None:
         self._served.put()
@@ -95,7 +106,6 @@ class ServerSteps(Steps):
             self._edition += 1
         # An epoch that was saved in its midst goes on with what its metrics have counted.
         self._served.forget_counts(start.notes.get("counts") if start else None)
-        self._epochs_begun = epoch + 1
 
     def take(self, epoch: int, done: int) -> Iterator[Taken]:
         batches = None
@@ -107,6 +117,7 @@ class ServerSteps(Steps):
             self._has_values = self._has_slots = False
             with self._drawing(done):
                 trained = self._train(batches, epoch, done, count)
+            self._served.move_on(trained)
             done += trained
             yield Taken(trained, done, {})
 
@@ -121,7 +132,6 @@ class ServerSteps(Steps):
             self._take(slots=ends or saves(self._callbacks))
 
     def validate(self, stopping: Stopping) -> Logs:
-        assert self._measure is not None  # there is data
         self._edition += 1  # workers have what they read before other workers' last steps
         counts = validate(
             self._coordinator, self._measure, self._edition, lambda: stopping.is_asked
@@ -135,7 +145,6 @@ class ServerSteps(Steps):
         if self._served.average_tables():
             self._has_values = False
         self._take()
-        self._served.move_on(self.num_batches * self._epochs_begun)
         self._model.optimizer.finalize_variable_values(self._model.trainable_weights)
 
     # What a checkpoint holds
