@@ -41,7 +41,7 @@ gc.collect()
 """
 
 
-def build() -> keras.Model:
+def build(**options: Any) -> keras.Model:
     """A table of 20 rows that is looked up twice, and weighed bags of hashed items."""
     keras.utils.set_random_seed(0)
     pair = keras.Input([2], dtype="int32", name="users")
@@ -54,7 +54,7 @@ def build() -> keras.Model:
     )
     inputs = {"users": pair, "items": bought, "amounts": amount}
     model = keras.Model(inputs, keras.layers.Dense(1, name="out")(joined), name="shop")
-    model.compile(keras.optimizers.Adam(0.05), "mse")
+    model.compile(keras.optimizers.Adam(0.05, **options), "mse")
     return model
 
 
@@ -112,6 +112,19 @@ def test_rows_come_out_of_a_snapshot_and_newer_ones_without_a_restart(trained, t
             np.testing.assert_allclose(again.outputs["out"], other.predict(later, x), atol=1e-6)
         assert (answer.version, again.version) == ("4", "6")
         assert served.forward.shapes == shapes
+
+
+def test_averages_of_rows_answer_as_after_fit(tmp_path: Path):
+    def averaging() -> keras.Model:
+        return build(use_ema=True, ema_momentum=0.9)
+
+    x, y = data()
+    with mw.ParameterServer() as strategy:
+        model = averaging()
+        strategy.fit(model, x, y, epochs=2, checkpoint=tmp_path, **HOW)
+        expected = strategy.predict(model, x)
+    with mw.Server(build=averaging, checkpoint=tmp_path, buckets=[8]) as server:
+        np.testing.assert_allclose(server.answer(x).outputs["out"], expected, atol=1e-6)
 
 
 def test_an_id_that_a_table_lacks_fails_its_own_request(trained):

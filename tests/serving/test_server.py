@@ -15,7 +15,7 @@ from meshwright.commands.serving import ServeOptions, server_for
 ROWS = np.random.default_rng(0).normal(size=[6, 8]).astype("float32")
 
 
-def build() -> keras.Model:
+def build(optimizer: Any = "adam") -> keras.Model:
     model = keras.Sequential(
         [
             keras.Input([8]),
@@ -25,8 +25,12 @@ def build() -> keras.Model:
         ],
         name="small",
     )
-    model.compile("adam", "mse")
+    model.compile(optimizer, "mse")
     return model
+
+
+def averaging() -> keras.Model:
+    return build(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9))
 
 
 LAYOUTS = {"hidden.*kernel": [None, "model"], "last.*kernel": ["model", None]}
@@ -77,6 +81,21 @@ def test_the_command_takes_a_builder_of_the_model_alone_and_a_mesh_of_some_devic
         bytes_by_device = server.model(name).status().bytes_by_device
     np.testing.assert_allclose(answer.outputs["last"], model.predict(ROWS, verbose=0), atol=1e-6)
     assert set(bytes_by_device) == {"cpu:0", "cpu:1"}
+
+
+@pytest.mark.parametrize("precision", [None, pytest.param("int8", marks=pytest.mark.full)])
+def test_averages_of_weights_answer_as_after_fit(precision: Any, tmp_path: Path) -> None:
+    """A run's checkpoints hold the weights from before Keras puts the averages in."""
+    mesh = mw.create_mesh({"batch": 4, "model": 2})
+    strategy, model = mw.Sharded(mesh, LAYOUTS, zero=1), averaging()
+    x = np.tile(ROWS, [4, 1])
+    strategy.fit(model, x, x[:, :4], batch_size=8, verbose=0, checkpoint=tmp_path)
+    expected = model.predict(ROWS, verbose=0)
+    with mw.Server(tmp_path, strategy.serving(mesh), build=averaging, precision=precision) as s:
+        answer = s.answer({"input": ROWS}).outputs["last"]
+    np.testing.assert_allclose(answer, expected, atol=1e-6 if precision is None else 0.02)
+    strategy.restore(model, tmp_path)
+    assert np.abs(model.predict(ROWS, verbose=0) - expected).max() > 0.05
 
 
 @pytest.mark.full

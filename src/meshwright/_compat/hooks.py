@@ -52,7 +52,8 @@ class KerasHooks(Protocol):
         ...
 
     def keep_weights(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Around ``fit``, ``evaluate`` and ``predict``: what fails inside loses no weight."""
+        """Around ``fit``, ``evaluate`` and ``predict``: what fails inside loses no weight, and what
+        ends well leaves no two variables in one memory."""
         ...
 
     def in_keras(self) -> contextlib.AbstractContextManager[None]:

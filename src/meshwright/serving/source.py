@@ -23,6 +23,7 @@ from ..program import Program, TrainState
 from ..stages.pipeline import Pipeline
 from ..step.assemble import Assembly
 from .api import TensorSpec
+from .averages import as_parameters, as_slots, averages_of
 from .handover import Moved, handed_over
 from .tables import ModelTables, OnServers, Rows, TableInputs, is_parameter_server
 from .turns import turn_of_several
@@ -153,6 +154,7 @@ class Source:
             return self.floats.read(info)
         names = {path: name for part in self.names or () for path, name in part.items()}
         saved = {array.key: array.dtype for array in info.arrays}
+        averages = averages_of(info) if self.is_keras else {}
         whole = replace(self, only=None)
         part = {i.path: p for p, i in whole._infos()}
 
@@ -161,10 +163,12 @@ class Source:
             name = names.get(path, path)
             dtype = self.saved_dtypes.get(each.path, each.dtype)
             rounded = saved.get(f"{part[each.path]}/{name}")
-            return name, dtype if rounded is None or rounded != info.dtype else rounded
+            is_rounded = rounded is not None and rounded == info.dtype and name not in averages
+            return name, rounded if is_rounded else dtype
 
         own, all_of_it = (source._shapes(name_and_dtype) for source in (self, whole))
-        restored = restore_state(info, own, reader(), whole=all_of_it)
+        restored = restore_state(info, as_slots(own, averages), reader(), whole=all_of_it)
+        restored = as_parameters(restored, averages)
         paths = [{names.get(i.path, i.path): i.path for i in infos} for infos in self._parts()]
         params, state = ({paths[n][k]: v for k, v in restored[n].items()} for n in (0, 1))
         return TrainState(params, state, {}, {})

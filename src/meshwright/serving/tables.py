@@ -21,6 +21,7 @@ from ..checkpoint import CheckpointInfo
 from ..errors import CheckpointError, MeshwrightError, ModelError, NotReadyError, RequestError
 from ..program import Program, TrainState, shapes_of
 from .api import TensorSpec
+from .averages import AVERAGE
 
 _WAIT_S = 4.0  # for an answer of a server: clients hear of a silent one within 5 s
 _ANY = 2  # stands for any number of rows, and of ragged dims, in a trace
@@ -210,7 +211,7 @@ class TableInputs:
                 f"{info.directory} was saved without tables, and the model has "
                 f"{', '.join(self.layers)}. Train it with strategy.fit(checkpoint=)."
             )
-        return SavedRows(directory, self.layers)
+        return SavedRows(directory, self.layers, AVERAGE)
 
     def exported(self, directory: Path) -> Any:
         """The rows of an export. Raises :class:`CheckpointError` where it has other tables."""

@@ -32,6 +32,7 @@ from .callbacks import KerasCallbacks, callback_list, listen, shows_line
 from .compiled import Functions, functions_of
 from .epochs import Epochs
 from .facts import fit_facts, pass_facts
+from .memory import separate
 from .nan_guard import FiniteGuard, NanGuard, check_nan_guard
 from .options import check_compiled, check_data, check_fit, check_model, check_options
 from .program import KerasVariables, read_state, write_state
@@ -100,6 +101,7 @@ def fit(
     due = () if validation.data is None else validation.freq
     with saves.claimed():
         Run(steps, saves, KerasCallbacks(model, callbacks), schedule, due, progress).train()
+    separate(model)
     return model.history
 
 

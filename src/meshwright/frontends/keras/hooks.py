@@ -25,6 +25,7 @@ from ...scoped import scoped
 from ...step.remat import block_output
 from ...step.spatial import guard, is_safe
 from .batches import putter
+from .memory import separate, variables_of
 from .paths import model_infos
 from .pending import waiting_room
 
@@ -127,10 +128,17 @@ class Hooks:
 
     @contextlib.contextmanager
     def keep_weights(self, model: Any) -> Iterator[None]:
+        separate(model)
+        with self._kept(model):
+            yield
+        separate(model)
+
+    @contextlib.contextmanager
+    def _kept(self, model: Any) -> Iterator[None]:
         if not _is_ours(keras.distribution.distribution()):
             yield
             return
-        values = [(variable, _compat.raw_value(variable)) for variable in _all_variables(model)]
+        values = [(variable, _compat.raw_value(variable)) for variable in variables_of(model)]
         try:
             yield
         except BaseException:
@@ -335,9 +343,3 @@ def layout_of(variable: Any) -> Layout:
     """The layout that a Keras variable lies in; makes it first if it still waits."""
     value = variable.value
     return Layout.from_sharding(value.sharding, value.ndim)
-
-
-def _all_variables(model: Any) -> list[Any]:
-    optimizer = _compat.optimizer_of(model)
-    slots = [] if optimizer is None else optimizer.variables
-    return [*model.variables, *slots, *model.metrics_variables]

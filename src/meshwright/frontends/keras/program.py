@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 
@@ -25,6 +24,7 @@ from ...step.padding import Padded
 from ...step.storing import Storing
 from .batches import labeller_of
 from .hooks import find_parameters, lying, parameter_of, unguarded
+from .memory import memory_of, unshared
 from .paths import distinct, model_infos, other_info, slot_info
 from .rowwise import loss_on_true_rows
 
@@ -90,15 +90,11 @@ class KerasVariables:
 
 
 def read_state(variables: KerasVariables) -> TrainState:
-    """The arrays that the variables hold, as a step stores them, no two in the same memory.
-
-    Keras' moving averages end by assigning one variable to another; a step that donated the shared
-    array twice would crash the process.
-    """
+    """The arrays that the variables hold, as a step stores them, no two in the same memory."""
     memories: set[int] = set()
     values = TrainState(
         *(
-            {path: _unshared(_laid_out(v), memories) for path, v in part.items()}
+            {path: unshared(_laid_out(v), memories) for path, v in part.items()}
             for part in _parts(variables)
         )
     )
@@ -113,17 +109,13 @@ def take_state(variables: KerasVariables) -> TrainState:
     state = read_state(variables)
     if not variables.storing:
         return state
-    memories = {_memory(array) for part in state for array in part.values()}
+    memories = {memory_of(array) for part in state for array in part.values()}
     for part, padded in zip(_parts(variables), variables.storing.parts, strict=True):
         for path in padded:
             array = _compat.raw_value(part[path])
-            if not array.is_deleted() and _memory(array) not in memories:
+            if not array.is_deleted() and memory_of(array) not in memories:
                 array.delete()
     return state
-
-
-def _memory(array: Any) -> int:
-    return array.addressable_data(0).unsafe_buffer_pointer()
 
 
 def _laid_out(variable: Any) -> Any:
@@ -133,14 +125,6 @@ def _laid_out(variable: Any) -> Any:
     if isinstance(value.sharding, jax.sharding.SingleDeviceSharding) and layout is not None:
         return jax.device_put(value, layout)
     return value
-
-
-def _unshared(array: Any, memories: set[int]) -> Any:
-    memory = _memory(array)
-    if memory in memories:
-        array = jnp.copy(array)
-    memories.add(memory)
-    return array
 
 
 def write_state(variables: KerasVariables, state: TrainState) -> None:

@@ -14,6 +14,7 @@ import keras
 
 from ...errors import DataError
 from ...frontends.keras.callbacks import KerasCallbacks
+from ...frontends.keras.memory import separate
 from ...frontends.keras.options import check_compiled, check_fit, check_options
 from ...program import Logs
 from ...run.epochs import Run
@@ -86,6 +87,7 @@ def fit(
     due = () if held_out is None else validation.freq
     with saves.claimed():
         Run(steps, saves, KerasCallbacks(model, callbacks), schedule, due, progress).train()
+    separate(model)
     return model.history
 
 

@@ -98,11 +98,14 @@ class SavedRows:
     """The rows of saved tables by their ids; only the ids are held in memory.
 
     ``layers`` are those of the tables: a key that a hash table does not have gets the row that
-    servers would begin it with. The files may be removed once this has opened them. Raises
+    servers would begin it with. With ``values="average"`` rows are their averages, where the files
+    have them. The files may be removed once this has opened them. Raises
     :class:`~meshwright.CheckpointError` where they are not there.
     """
 
-    def __init__(self, directory: str | Path, layers: Mapping[str, Any]) -> None:
+    def __init__(
+        self, directory: str | Path, layers: Mapping[str, Any], values: str = _VALUES
+    ) -> None:
         index = read_index(directory)
         if missing := [name for name in layers if name not in index]:
             raise CheckpointError(
@@ -110,7 +113,7 @@ class SavedRows:
             )
         self._layers, self._about = layers, index
         self._places = {
-            name: _Places.of(Path(directory) / f"table{number}", about)
+            name: _Places.of(Path(directory) / f"table{number}", about, values)
             for number, (name, about) in enumerate(index.items())
             if name in layers
         }
@@ -159,18 +162,18 @@ class _Places:
     at: np.ndarray
 
     @classmethod
-    def of(cls, folder: Path, about: Mapping[str, Any]) -> _Places:
+    def of(cls, folder: Path, about: Mapping[str, Any], values: str) -> _Places:
         pieces = [
-            (shard, piece)
+            (shard, piece, values if values in kinds else _VALUES)
             for shard, own in enumerate(about["shards"])
-            for piece in range(len(own["pieces"]))
+            for piece, kinds in enumerate(own["pieces"])
         ]
-        ids = [_loaded(_file(folder, *piece, _ROWS)) for piece in pieces]
+        ids = [_loaded(_file(folder, *piece, _ROWS)) for *piece, _ in pieces]
         order = np.argsort(np.concatenate(ids), kind="stable")
         sizes = [len(part) for part in ids]
         return cls(
             [
-                _loaded(_file(folder, *piece, _VALUES), mmap_mode="r" if size else None)
+                _loaded(_file(folder, *piece), mmap_mode="r" if size else None)
                 for piece, size in zip(pieces, sizes, strict=True)
             ],
             np.concatenate(ids)[order],
