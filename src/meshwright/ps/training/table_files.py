@@ -164,17 +164,21 @@ class _Places:
     @classmethod
     def of(cls, folder: Path, about: Mapping[str, Any], values: str) -> _Places:
         pieces = [
-            (shard, piece, values if values in kinds else _VALUES)
+            (shard, piece, kinds)
             for shard, own in enumerate(about["shards"])
             for piece, kinds in enumerate(own["pieces"])
         ]
-        ids = [_loaded(_file(folder, *piece, _ROWS)) for *piece, _ in pieces]
+        ids = [_loaded(_file(folder, shard, piece, _ROWS)) for shard, piece, _ in pieces]
+        rows = [
+            _file(folder, shard, piece, values if values in kinds else _VALUES)
+            for shard, piece, kinds in pieces
+        ]
         order = np.argsort(np.concatenate(ids), kind="stable")
         sizes = [len(part) for part in ids]
         return cls(
             [
-                _loaded(_file(folder, *piece), mmap_mode="r" if size else None)
-                for piece, size in zip(pieces, sizes, strict=True)
+                _loaded(file, mmap_mode="r" if size else None)
+                for file, size in zip(rows, sizes, strict=True)
             ],
             np.concatenate(ids)[order],
             np.repeat(np.arange(len(pieces)), sizes)[order],
