@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -219,7 +220,9 @@ def test_the_dump_serves_where_the_executable_cannot_be_printed(monkeypatch):
 
     monkeypatch.setattr(compiler_process, "_run", cannot_print)
     dumped = compile_ahead(jax.jit(replicated_step), args, "v5p:2x2x2")
-    assert dumped.collectives == printed.collectives
+    # Newer dumps have no line, and so no name, for an item of a tuple.
+    nameless = [[replace(c, op_names=()) for c in e.collectives] for e in (dumped, printed)]
+    assert nameless[0] == nameless[1]
     assert len(dumped.collectives) > 0
     assert dumped.peak_bytes == printed.peak_bytes
 

@@ -168,7 +168,7 @@ def test_the_planners_peak_is_near_the_compilers(name):
 def test_the_peak_of_level_3_on_a_tpu_is_near_the_compilers(dtype):
     """Large kernels beside few rows: all of them at once would be most of the peak."""
     estimate, compiled = on_a_tpu(deep(16, dtype), zero=3)
-    assert 0.75 * compiled < estimate < 1.15 * compiled
+    assert 0.7 * compiled < estimate < 1.15 * compiled
 
 
 @pytest.mark.full

@@ -74,4 +74,6 @@ def test_results_that_stages_keep_are_written_and_read_where_they_lie():
         report(mesh, "1f1b", 4, "v5p:2x2x1", None, how, sizes, 4, remat_stages=False).estimate
         for how in (True, False)
     )
-    assert compiled.bytes <= 1.5 * estimated.bytes  # 2.0 where a run's are copied to their slot
+    # 1.40 with JAX 0.10 and 1.64 with 0.11, which traces less elementwise work; 2.0 and 2.4 where
+    # the results of a run are copied to their slot.
+    assert compiled.bytes <= 1.7 * estimated.bytes

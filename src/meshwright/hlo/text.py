@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
@@ -153,8 +153,8 @@ def parse(text: str) -> Module:
                 name, lines = result[2], []
                 entry = name if result[1] else entry
         elif line.startswith("}"):
-            parsed = map(_instruction, lines)
-            computations[name] = Computation(name, tuple(filter(None, parsed)))
+            parsed = filter(None, map(_instruction, lines))
+            computations[name] = Computation(name, tuple(_with_items(parsed)))
             name = None
         else:
             lines.append(line)
@@ -171,6 +171,20 @@ def _donated_results(text: str) -> frozenset[int]:
     return frozenset(int(i) for i in re.findall(r"\{(\d+)\}: \(\d+, \{\}", aliases))
 
 
+def _with_items(parsed: Iterable[Instruction]) -> Iterator[Instruction]:
+    """Has an instruction for every item of a tuple: ``%x#1`` is how newer dumps write its use."""
+    results: dict[str, tuple[Array, ...]] = {}
+    for instruction in parsed:
+        for operand in instruction.operands:
+            name, _, index = operand.partition("#")
+            if index and operand not in results:
+                results[operand] = results.get(name, ())[int(index) :][:1]
+                item = f", index={index}"
+                yield Instruction(operand, "get-tuple-element", results[operand], (name,), item)
+        results[instruction.name] = instruction.results
+        yield instruction
+
+
 def _instruction(line: str) -> Instruction | None:
     result = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
     if result is None:
@@ -178,7 +192,7 @@ def _instruction(line: str) -> Instruction | None:
     shape, rest = _shape_and_rest(line[result.end() :])
     opcode, _, rest = rest.partition("(")
     inner, attributes = _until_closed(rest)
-    named = re.findall(r"%([\w.\-]+)", inner)
+    named = re.findall(r"%([\w.\-]+(?:#\d+)?)", inner)
     operands = named or [operand.strip() for operand in inner.split(",") if operand.strip()]
     return Instruction(
         result[2], opcode.strip(), arrays(shape), tuple(operands), attributes, bool(result[1])
