@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-TYPICAL_LENGTH = 4  # of a dim of any size, where a model is cut into stages
-
 
 @dataclass(frozen=True)
 class Input:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +26,7 @@ from ..step.assemble import Assembly
 from ..step.platform import tracing_for
 from ..targets.target import Target
 from .forwards import Forwards
-from .inputs import TYPICAL_LENGTH
+from .typical_length import typical_length
 
 
 def served_pipeline(strategy: Any) -> Pipeline | None:
@@ -112,18 +114,29 @@ class StagedForwards:
     @property
     def _typical(self) -> Any:
         """A batch of the size by which a server cuts the model."""
-        rows, model = self._steps.placement.mesh.size, self.forwards.model
-        if not isinstance(model, Program):
-            from .keras.forward import own_inputs
+        steps, model = self._steps, self.forwards.model
+        rows = steps.placement.mesh.size
+        if isinstance(model, Program):
+            return self.forwards.batch(rows)
+        from .keras.forward import own_inputs
 
-            if (like := own_inputs(model)) is not None:
+        if (like := own_inputs(model)) is None:
+            return self.forwards.batch(rows)
 
-                def shape(one: Any) -> Any:
-                    dims = (TYPICAL_LENGTH if size is None else size for size in one.shape[1:])
-                    return jax.ShapeDtypeStruct((rows, *dims), one.dtype)
+        def batch(length: int) -> Any:
+            def shape(one: Any) -> Any:
+                dims = (length if size is None else size for size in one.shape[1:])
+                return jax.ShapeDtypeStruct((rows, *dims), one.dtype)
 
-                return (jax.tree.map(shape, like),)
-        return self.forwards.batch(rows)
+            return (jax.tree.map(shape, like),)
+
+        def trace(length: int) -> Any:
+            with _traced_on(steps, self.target.platform):
+                state = steps.state
+                return jax.make_jaxpr(steps.predict_step)(state.params, state.state, batch(length))
+
+        has_lengths = any(None in one.shape[1:] for one in jax.tree.leaves(like))
+        return batch(typical_length(trace) if has_lengths else 0)
 
     def _stages(self, whole: ForwardStep, rows: int, line: Line) -> list[StageStep]:
         begins = self._begins(line)
@@ -150,8 +163,14 @@ class StagedForwards:
 
 
 def _line(steps: Assembly, batch: Any, on: str) -> Line:
-    with _compat.keras_sees(on), tracing_for(on), tracing(steps.program.name):
+    with _traced_on(steps, on):
         return forward_line(steps.predict_step, steps.state.params, steps.state.state, batch)
+
+
+@contextlib.contextmanager
+def _traced_on(steps: Assembly, on: str) -> Iterator[None]:
+    with _compat.keras_sees(on), tracing_for(on), tracing(steps.program.name):
+        yield
 
 
 def _with_likes(stages: list[StageStep], cuts: Segments) -> list[StageStep]:

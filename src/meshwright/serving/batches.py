@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import MeshwrightError, ModelFailedError, NotReadyError, ProcessError
+from ..errors import (
+    MeshwrightError,
+    ModelFailedError,
+    NotReadyError,
+    ProcessError,
+    RequestError,
+)
 from ..launch.join import naming_failures
 from .api import Answer
 from .figures import Figures
 from .options import ServeOptions, at_once, worthwhile
+from .ragged import cut_output, disagreeing
 from .requests import Request, stacked
 from .weights import Weights
 
@@ -39,6 +46,7 @@ class Batches:
         self.why_alone = forward.why_alone(sizes[-1])
         self.sizes = (1,) if self.why_alone else sizes
         self.outputs = forward.outputs()
+        self._ragged = forward.ragged() if options.lengths else None
         self._at_once: tuple[int, ...] = ()  # by the rows that wait
         self._last_end_s = 0.0  # of a batch
         # Batches follow each other in a model of stages; what one answers waits for it elsewhere.
@@ -65,9 +73,18 @@ class Batches:
 
     def check(self, weights: Weights) -> None:
         """Raise :class:`~meshwright.ModelError` where padding changes what is computed."""
-        from .forward import check_padding
+        from .padding import check_padding
 
-        check_padding(self.forward, weights, self._options.lengths, self._options.pad_value)
+        if self._ragged is not None:
+            options = self._options
+            check_padding(self.forward, weights, self._ragged, options.lengths, options.pad_value)
+
+    def check_request(self, request: Request) -> None:
+        """Raise :class:`~meshwright.RequestError` for lengths that would agree once padded."""
+        if self._ragged is None or request.lengths == request.padded:
+            return
+        if faults := disagreeing(self._ragged, self.forward.inputs, request.lengths):
+            raise RequestError("\n".join(faults))
 
     def rows_of_next(self, waiting: int) -> int:
         """How many rows the next batch takes of those that wait and would fit into one."""
@@ -191,17 +208,12 @@ class Batches:
         request.give(Answer(named, version))
 
     def _cut_lengths(self, named: dict[str, np.ndarray], request: Request) -> dict[str, np.ndarray]:
-        """Outputs without what follows from padding: dims as long as a padded one."""
-        true = dict(zip(request.padded, request.lengths, strict=True))
-        cut = {}
-        for spec in self.outputs:
-            value = named[spec.name]
-            ends = [
-                slice(true.get(size) if length is None else None)
-                for size, length in zip(value.shape[1:], spec.shape[1:], strict=True)
-            ]
-            cut[spec.name] = value[(slice(None), *ends)]
-        return cut
+        """Outputs without what follows from padding."""
+        assert self._ragged is not None
+        return {
+            spec.name: cut_output(named[spec.name], dims, request.lengths)
+            for spec, dims in zip(self.outputs, self._ragged.follows, strict=True)
+        }
 
 
 def _cut(requests: list[Request], most: int) -> list[list[Request]]:

@@ -14,19 +14,18 @@ import jax
 import numpy as np
 
 from ..data import put
-from ..errors import ModelError
-from ..frontends.inputs import TYPICAL_LENGTH, leaf_names
+from ..frontends.inputs import leaf_names
+from ..frontends.typical_length import typical_length
 from ..jaxprs.rows import RowsMixError, row_dims
 from ..launch.progress import inside
 from ..program import TrainState, shapes_of
 from .api import TensorSpec
+from .ragged import Ragged, ragged_of
 from .requests import Lengths
 from .source import Source
 from .turns import turn
-from .weights import Weights
 
 _MOST_SHAPES = 64  # that are compiled when a request first has them; the oldest are forgotten
-_LENGTHS = (TYPICAL_LENGTH, 6)  # two sizes of a ragged dim, to see which dims of outputs follow it
 _TIMED = 3  # batches of each size, of which the fastest counts
 
 
@@ -58,7 +57,6 @@ class Forward:
         state = source.steps.state
         self.state = TrainState(state.params, state.state, {}, {})
         self.num_lengths = sum(size is None for spec in self.inputs for size in spec.shape[1:])
-        self._some_lengths = (_LENGTHS[0],) * self.num_lengths
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -75,10 +73,18 @@ class Forward:
         """Whether no other process computes with this one."""
         return jax.process_count() == 1
 
-    @property
+    @functools.cached_property
     def typical(self) -> Shape:
-        """A batch of any shape, by which the function is looked at."""
-        return Shape(self.source.mesh.size, self._some_lengths)
+        """A batch by which the function is looked at: the shortest in which it can be traced."""
+        if not self.num_lengths:
+            return Shape(self.source.mesh.size)  # not traced for nothing
+        rows, count = self.source.mesh.size, self.num_lengths
+
+        def trace(length: int) -> Any:
+            batch = self.laid(Shape(rows, (length,) * count))
+            return jax.make_jaxpr(self._jitted)(self.state.params, self.state.state, batch)
+
+        return Shape(rows, (typical_length(trace),) * count)
 
     @property
     def shards(self) -> int:
@@ -102,8 +108,9 @@ class Forward:
 
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The arrays that come out, in order; dims that follow a ragged one are ``None``."""
-        shapes = self._shapes_of_outputs(self._some_lengths)
-        others = self._shapes_of_outputs((_LENGTHS[1],) * self.num_lengths)
+        lengths = self.typical.lengths
+        shapes = self.outputs_at(lengths)
+        others = self.outputs_at(tuple(length * 3 // 2 for length in lengths))
         leaves = [(path, "") for path, _ in jax.tree.flatten_with_path(shapes)[0]]
         names = self.source.outputs
         if len(names) != len(leaves):
@@ -122,6 +129,14 @@ class Forward:
             )
         )
 
+    def ragged(self) -> Ragged:
+        """How the dims of any size, of inputs and outputs, hang together."""
+
+        def dims_of(lengths: Lengths) -> list[tuple[int, ...]]:
+            return [shape.shape for shape in jax.tree.leaves(self.outputs_at(lengths))]
+
+        return ragged_of(dims_of, self.typical.lengths)
+
     def why_alone(self, most: int) -> str | None:
         """Why the rows of a batch are not computed each by itself; ``None`` if they are.
 
@@ -137,7 +152,7 @@ class Forward:
         bare = jax.tree.map(_bare, self._own())
 
         def traced(rows: int) -> Any:
-            batch = self.source.batch(self.shapes_of(Shape(rows, self._some_lengths)))
+            batch = self.source.batch(self.shapes_of(Shape(rows, self.typical.lengths)))
             return jax.make_jaxpr(forward)(bare.params, bare.state, batch)
 
         large = traced(most + 1)
@@ -216,7 +231,8 @@ class Forward:
         program = self.source.steps.program
         return TrainState(shapes_of(program.params), shapes_of(program.state), {}, {})
 
-    def _shapes_of_outputs(self, lengths: Lengths) -> Any:
+    def outputs_at(self, lengths: Lengths) -> Any:
+        """The outputs as shapes, in the structure of the function, for these ragged dims."""
         batch = self.laid(Shape(self.source.mesh.size, lengths))
         return jax.eval_shape(self._jitted, self.state.params, self.state.state, batch)
 
@@ -266,34 +282,3 @@ def fastest(function: Callable[[], Any]) -> float:
 
 def _bare(shape: Any) -> Any:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype)
-
-
-def check_padding(forward: Forward, weights: Weights, lengths: Lengths, pad_value: float) -> None:
-    """Raise :class:`ModelError` where padding a ragged dim changes what is computed of the rest."""
-    if not lengths or not forward.num_lengths:
-        return
-    short = max(lengths[0] // 2, 1)
-    arrays, padded = [], []
-    for spec in forward.inputs:
-        dims = [short if size is None else size for size in spec.shape[1:]]
-        longer = [lengths[0] if size is None else size for size in spec.shape[1:]]
-        arrays.append(np.ones((1, *dims), spec.dtype))
-        more = np.full((1, *longer), pad_value, spec.dtype)
-        more[tuple(map(slice, arrays[-1].shape))] = arrays[-1]
-        padded.append(more)
-    count = forward.num_lengths
-    exact, longer = (
-        forward(weights.state, Shape(1, (size,) * count), forward.source.filled(own, weights.rows))
-        for size, own in ((short, arrays), (lengths[0], padded))
-    )
-    for name, a, b in zip((o.name for o in forward.outputs()), exact, longer, strict=True):
-        cut = b[tuple(map(slice, a.shape))]
-        scale = max(float(np.max(np.abs(a.astype("float32")), initial=0)), 1e-6)
-        difference = float(np.max(np.abs(a.astype("float32") - cut.astype("float32")), initial=0))
-        if not difference <= 1e-2 * scale:
-            raise ModelError(
-                f"lengths={lengths}: padding a row from {short} to {lengths[0]} with {pad_value} "
-                f"changes output {name!r} by {difference:.3g} (its largest value is {scale:.3g}). "
-                "Mask what is padded in the model, such as Embedding(mask_zero=True), or leave "
-                "lengths out."
-            )

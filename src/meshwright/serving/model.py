@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import (
     DeadlineError,
+    MeshwrightError,
     ModelError,
     ModelFailedError,
     NotReadyError,
@@ -210,10 +211,22 @@ class LoadedModel:
         self.forward = self._forward_of(self.source)
         self._keeper.weights = weights = self.first_weights()
         self._batches = Batches(self.forward, options, self.name, self._figures)
-        self._batches.compile(weights)
+        self._compile(self._batches, weights)
         self.differences = self._compared_with_own()
         for difference in self.differences:
             self._keeper.note(logging.INFO, f"{options.precision}: {difference}")
+
+    def _compile(self, batches: Batches, weights: Weights) -> None:
+        precision = self.options.precision
+        try:
+            batches.compile(weights)
+        except (TypeError, ValueError) as error:
+            if precision is None or isinstance(error, MeshwrightError):
+                raise
+            raise ModelError(
+                f"precision={precision!r}: the forward pass of model {self.name!r} cannot be "
+                f"computed so on {self.source.whole_mesh.platform}: {error}"
+            ) from error
 
     @staticmethod
     def _forward_of(source: Any) -> Any:
@@ -344,6 +357,8 @@ class LoadedModel:
         options = self.options
         request = checked(inputs, self.inputs, options.lengths, options.queue_rows)
         self.source.check(request.arrays)
+        if self._batches is not None:
+            self._batches.check_request(request)
         timeout_s = options.timeout_s if timeout_s is None else timeout_s
         if timeout_s is not None:
             request.deadline_s = request.arrived_s + timeout_s

@@ -20,7 +20,7 @@ from ... import _compat
 from ...errors import CheckpointError, ModelError
 from ...program import Program, TrainState
 from ...step.assemble import Assembly, assemble
-from ..inputs import Input, inputs_like, named
+from ..inputs import Input, inputs_like, leaf_names, named
 from .abstract import AbstractRoom, is_abstract
 from .checkpoint_names import LastingNames
 from .hooks import Hooks, lying
@@ -199,25 +199,35 @@ def own_inputs(model: keras.Model) -> Any:
 
 
 def _output_names(model: keras.Model) -> tuple[str, ...]:
-    """The names of its outputs; ``output`` for what Keras counted; empty where none are known."""
+    """The names of its outputs: the keys of a dict, or else those that layers were given.
+
+    ``output``, or ``output_0``, for what Keras counted; empty where none are known.
+    """
     functional = model if hasattr(model, "output_names") else _compat.functional_of(model)
     names = tuple(getattr(functional, "output_names", None) or ())
-    if len(names) == 1:
-        layer = next((x for x in _compat.layers_inside(model) if x.name == names[0]), None)
-        counted = layer is None or names[0] == keras_name_of(layer)
-        return ("output",) if counted else names
-    return names
+    paths = [path for path, _ in jax.tree.flatten_with_path(getattr(functional, "output", None))[0]]
+    if len(paths) != len(names):
+        return names
+    layers = {layer.name: layer for layer in _compat.layers_inside(model)}
+    own = ["" if _is_counted(name, layers.get(name)) else name for name in names]
+    return leaf_names(list(zip(paths, own, strict=True)), "output")
+
+
+def _is_counted(name: str, layer: Any) -> bool:
+    """Whether Keras gave a name, of a layer or of an operation."""
+    return layer is None or name == keras_name_of(layer)
 
 
 def keras_name_of(layer: Any) -> str:
     """The name that Keras gives to a layer of this class when it is given none.
 
     >>> import keras
-    >>> layer = keras.layers.LayerNormalization()
+    >>> layer = keras.layers.GlobalAveragePooling2D()
     >>> keras_name_of(layer) == layer.name
     True
     """
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(layer).__name__).lower()
+    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", type(layer).__name__)
+    snake = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
     numbered = re.fullmatch(re.escape(snake) + r"(_\d+)?", layer.name)
     return layer.name if numbered else snake
 
