@@ -79,3 +79,23 @@ def plain(value: Any) -> np.ndarray:
 def test_what_mixes_rows_is_refused(name: str) -> None:
     with pytest.raises(RowsMixError):
         dims_of(ROWS[name])
+
+
+def test_a_repeat_that_jax_leaves_out_of_one_row_is_followed() -> None:
+    """As of a causal mask, which is the same for all rows: one row needs no copies of it."""
+
+    def attend(x: Any) -> Any:
+        length = x.shape[1]
+        causal = jax.numpy.tri(length, dtype=bool)[None]
+        masks = jax.numpy.broadcast_to(causal, (x.shape[0], length, length))
+        scores = jax.numpy.einsum("bqd,bkd->bqk", x, x)
+        return jax.numpy.einsum("bqk,bkd->bqd", jax.numpy.where(masks, scores, -1.0), x)
+
+    def traced(rows: int, function: Any = attend) -> Any:
+        return jax.make_jaxpr(function)(np.ones([rows, 4, 2], "float32"))
+
+    assert len(traced(1).jaxpr.eqns) < len(traced(5).jaxpr.eqns)
+    for rows in (1, 2):
+        assert row_dims(traced(rows), traced(5)) == [0]
+    with pytest.raises(RowsMixError, match="reduce_sum"):
+        row_dims(*(traced(rows, lambda x: attend(x - x.mean(0))) for rows in (1, 5)))

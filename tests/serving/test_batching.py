@@ -165,6 +165,32 @@ def test_more_rows_than_a_batch_has_are_answered_by_one_version() -> None:
     assert status.batch_rows == {3: 1, 4: 2}
 
 
+def taken(params: Any, x: Any) -> Any:
+    """By indices: JAX traces it in another form where a dim, such as that of rows, is one."""
+    order = jax.numpy.argsort(x, axis=1)
+    return linear(params, jax.numpy.take_along_axis(x, order, axis=1))
+
+
+def other_alone(params: Any, x: Any) -> Any:
+    return linear(params, x) * (2 if x.shape[0] == 1 else 1)
+
+
+def test_a_row_by_itself_may_be_traced_in_another_form() -> None:
+    with serve(taken, buckets=[1, 4]) as server:
+        model = server.model("f")
+        assert model.why_alone is None
+        answers = [server.answer({"input": rows(n)}).outputs["output"] for n in (1, 3)]
+        assert model.status().bucket_batches == {1: 1, 4: 1}
+    np.testing.assert_allclose(answers[0], answers[1][:1], rtol=1e-6)
+
+
+def test_a_row_by_itself_with_another_answer_is_refused() -> None:
+    with pytest.raises(mw.ModelError, match="one row by itself has another answer than beside"):
+        serve(other_alone, buckets=[1, 4]).load()
+    with serve(other_alone, buckets=[2, 4]) as server:
+        assert server.model("f").why_alone is None
+
+
 def test_rows_that_meet_are_computed_alone() -> None:
     def centred(params: Any, x: Any) -> Any:
         return linear(params, x - x.mean(0))

@@ -10,7 +10,7 @@ What is not known ends it too, so the answer errs to "mixed" and never to "apart
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -51,19 +51,60 @@ def row_dims(small: Any, large: Any) -> list[Dim]:
 
 def _walk(small: Any, large: Any) -> list[Dim]:
     """One pair of open jaxprs, whose inputs are beginnings."""
-    pairs: dict[Any, Any] = {}
+    pairs: dict[Any, Any] = {}  # of each value of the large one, that of the small one
     for a, b in zip(
         [*small.constvars, *small.invars], [*large.constvars, *large.invars], strict=True
     ):
         _dim_of(a, b, "an argument")
-        pairs[a] = b
-    if len(small.eqns) != len(large.eqns):
-        raise RowsMixError("the function has another form for more rows")
-    for number in _needed(small):
-        a, b = small.eqns[number], large.eqns[number]
-        _Pair(a, b, pairs).check()
-        pairs.update(zip(a.outvars, b.outvars, strict=True))
+        pairs[b] = a
+    needed = set(_needed(small))
+    for number, b in _beside(small.eqns, large.eqns):
+        if number is None:
+            if (operand := b.invars[0]) in pairs:
+                pairs[b.outvars[0]] = pairs[operand]
+        elif number in needed:
+            a = small.eqns[number]
+            _Pair(a, b, pairs).check()
+            pairs.update(zip(b.outvars, a.outvars, strict=True))
     return [_dim_of_atoms(a, b, pairs) for a, b in zip(small.outvars, large.outvars, strict=True)]
+
+
+def _beside(small: Sequence[Any], large: Sequence[Any]) -> Iterator[tuple[int | None, Any]]:
+    """The equations of the large trace, each with the number of the same one of the small trace.
+
+    JAX leaves out a repeat in as many rows as there are, and so in one row: it has ``None``. What
+    is repeated is the same for all rows, and the beginning of the repeats.
+    """
+    number, left_out = 0, len(large) - len(small)
+    for eqn in large:
+        if left_out and _repeats(eqn) and not _are_alike(small[number : number + 1], eqn):
+            left_out -= 1
+            yield None, eqn
+        elif number < len(small):
+            yield number, eqn
+            number += 1
+    if left_out or number < len(small):
+        raise RowsMixError("the function has another form for more rows")
+
+
+def _repeats(eqn: Any) -> bool:
+    """Whether an equation repeats an array along one of its dims, of one element."""
+    if eqn.primitive.name != "broadcast_in_dim" or isinstance(eqn.invars[0], Literal):
+        return False
+    operand, result = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    if eqn.params["broadcast_dimensions"] != tuple(range(len(result))):
+        return False
+    return [m for m, n in zip(operand, result, strict=True) if m != n] == [1]
+
+
+def _are_alike(small: Sequence[Any], eqn: Any) -> bool:
+    """Whether an equation of the small trace repeats an array of the same dims, too."""
+    return any(
+        one.primitive is eqn.primitive
+        and len(shape_of(one.outvars[0])) == len(shape_of(eqn.outvars[0]))
+        and shape_of(one.invars[0]) == shape_of(eqn.invars[0])
+        for one in small
+    )
 
 
 def _needed(jaxpr: Any) -> list[int]:
@@ -201,7 +242,7 @@ def _dim_of_atoms(small: Any, large: Any, pairs: dict[Any, Any]) -> Dim:
         if not _same(small.val, large.val):
             raise RowsMixError(f"the literal {small.val} is {large.val} for more rows")
         return None
-    if pairs.get(small) is not large:
+    if pairs.get(large) is not small:
         raise RowsMixError("the function has another form for more rows")
     return _dim_of(small, large, "a value")
 

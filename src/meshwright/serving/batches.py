@@ -72,9 +72,14 @@ class Batches:
             self.check(weights)
 
     def check(self, weights: Weights) -> None:
-        """Raise :class:`~meshwright.ModelError` where padding changes what is computed."""
-        from .padding import check_padding
+        """Raise :class:`~meshwright.ModelError` where padding changes what is computed.
 
+        Or being one row, where batches of several rows are computed, too.
+        """
+        from .trials import check_one_row, check_padding
+
+        if self.sizes[0] == 1 < self.sizes[-1] and self.forward.has_form_of_one_row:
+            check_one_row(self.forward, weights)
         if self._ragged is not None:
             options = self._options
             check_padding(self.forward, weights, self._ragged, options.lengths, options.pad_value)

@@ -52,6 +52,7 @@ class Forward:
         self.before: Callable[[Shape, list[np.ndarray]], None] | None = None  # each batch
         self.inputs = source.inputs
         self._jitted = jax.jit(source.steps.predict_step, out_shardings=self._whole())
+        self.has_form_of_one_row = False  # once ``why_alone`` has looked
         self._compiled: OrderedDict[Shape, _Compiled] = OrderedDict()
         self._lock = threading.Lock()
         state = source.steps.state
@@ -140,7 +141,8 @@ class Forward:
     def why_alone(self, most: int) -> str | None:
         """Why the rows of a batch are not computed each by itself; ``None`` if they are.
 
-        The function is traced for one row, for two, and for ``most``; see :mod:`..jaxprs.rows`.
+        The function is traced for one row, for two, and for more than ``most``; see
+        :mod:`..jaxprs.rows`. One row has none beside it, and may be computed in another form.
         """
         program = self.source.steps.program
 
@@ -155,13 +157,16 @@ class Forward:
             batch = self.source.batch(self.shapes_of(Shape(rows, self.typical.lengths)))
             return jax.make_jaxpr(forward)(bare.params, bare.state, batch)
 
-        large = traced(most + 1)
-        try:
-            for rows in (1, 2):
-                if any(dim != 0 for dim in row_dims(traced(rows), large)):
+        large = traced(max(most, 2) + 1)
+        for rows in (2, 1):
+            small = traced(rows)
+            try:
+                if any(dim != 0 for dim in row_dims(small, large)):
                     return "an output has no dim of the rows"
-        except RowsMixError as mixed:
-            return str(mixed)
+            except RowsMixError as mixed:
+                if rows > 1 or not _is_one_row(small.out_avals, large.out_avals):
+                    return str(mixed)
+                self.has_form_of_one_row = True
         return None
 
     def compile(self, shapes: Sequence[Shape]) -> None:
@@ -278,6 +283,12 @@ def fastest(function: Callable[[], Any]) -> float:
         function()
         times.append(time.perf_counter() - begin_s)
     return min(times[1:])
+
+
+def _is_one_row(small: Sequence[Any], large: Sequence[Any]) -> bool:
+    """Whether these shapes are those of one row where the others have more."""
+    pairs = zip(small, large, strict=False)
+    return len(small) == len(large) and all(a.shape == (1, *b.shape[1:]) for a, b in pairs)
 
 
 def _bare(shape: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whether padding a ragged dim to a fixed length leaves answers as they are."""
+"""Rows that are computed in two ways when a model is loaded, where its trace leaves doubt."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ from .forward import Forward, Shape
 from .ragged import Ragged
 from .requests import Lengths
 from .weights import Weights
+
+
+def check_one_row(forward: Forward, weights: Weights) -> None:
+    """Raise :class:`ModelError` where a row by itself has another answer than beside another one.
+
+    JAX traces some functions in another form for one row, and so does code that looks at their
+    number.
+    """
+    lengths = forward.typical.lengths
+    inputs = _drawn(forward, *lengths[:1])
+    alone, beside = (
+        _answer(forward, weights, [np.repeat(value, rows, 0) for value in inputs], rows, lengths)
+        for rows in (1, 2)
+    )
+    for name, a, b in zip((o.name for o in forward.outputs()), alone, beside, strict=True):
+        difference, scale = _difference(a, b[:1])
+        if not difference <= 1e-2 * scale:
+            raise ModelError(
+                f"one row by itself has another answer than beside other rows: output {name!r} "
+                f"differs by {difference:.3g} (its largest value is {scale:.3g}). Give buckets= "
+                "without 1."
+            )
 
 
 def check_padding(
@@ -33,12 +55,13 @@ def check_padding(
             f"lengths={lengths}: what follows from padding cannot be cut off {', '.join(faults)}, "
             "neither fixed nor as long as an input. Leave lengths out."
         )
+    count = forward.num_lengths
     row = _row(forward, weights, lengths)
     padded = [np.full(_dims(spec, length), pad_value, spec.dtype) for spec in forward.inputs]
     for whole, part in zip(padded, row.inputs, strict=True):
         whole[tuple(map(slice, part.shape))] = part
     names = (output.name for output in outputs)
-    longer = _answer(forward, weights, padded, length)
+    longer = _answer(forward, weights, padded, 1, (length,) * count)
     for name, a, b in zip(names, row.outputs, longer, strict=True):
         cut = b[tuple(map(slice, a.shape))]  # as by ``ragged``: no other dims have changed
         difference, scale = _difference(a, cut)
@@ -72,7 +95,7 @@ def _row(forward: Forward, weights: Weights, lengths: Lengths) -> _Row:
     for length in _shorter(lengths[-1]):
         inputs = _drawn(forward, length)
         try:
-            outputs = _answer(forward, weights, inputs, length)
+            outputs = _answer(forward, weights, inputs, 1, (length,) * forward.num_lengths)
         except (TypeError, ValueError) as error:
             why = error
             continue
@@ -86,7 +109,7 @@ def _row(forward: Forward, weights: Weights, lengths: Lengths) -> _Row:
     ) from why
 
 
-def _drawn(forward: Forward, length: int) -> list[np.ndarray]:
+def _drawn(forward: Forward, length: int = 0) -> list[np.ndarray]:
     """Inputs of one row: of ones where they may be ids, which any vocabulary has."""
     draw = np.random.default_rng(0)
 
@@ -100,10 +123,10 @@ def _drawn(forward: Forward, length: int) -> list[np.ndarray]:
 
 
 def _answer(
-    forward: Forward, weights: Weights, inputs: list[np.ndarray], length: int
+    forward: Forward, weights: Weights, inputs: list[np.ndarray], rows: int, lengths: Lengths
 ) -> list[np.ndarray]:
-    shape = Shape(1, (length,) * forward.num_lengths)
-    return forward(weights.state, shape, forward.source.filled(inputs, weights.rows))
+    filled = forward.source.filled(inputs, weights.rows)
+    return forward(weights.state, Shape(rows, lengths), filled)
 
 
 def _dims(spec: TensorSpec, length: int) -> tuple[int, ...]:
