@@ -144,6 +144,7 @@ def _shapes() -> dict[str, Case]:
         "stack": one(lambda x, y: jnp.stack([x, y], 1), (4, 6), (4, 6)),
         "unstack": one(lambda x: jnp.unstack(x, axis=1), (4, 3)),
         "tile": one(lambda x: jnp.tile(x, (1, 3)), (4, 2)),
+        "tile of one": one(lambda x: jnp.tile(x, (1, 3, 1)), (4, 1, 2)),
         "iota": one(lambda x: x + lax.broadcasted_iota("float32", x.shape, 1), (4, 6)),
         "iota of rows": one(lambda x: x + lax.broadcasted_iota("float32", x.shape, 0), (4, 6)),
         "expand_dims": one(lambda x: x[:, None], (4, 6)),

@@ -99,3 +99,26 @@ def test_a_repeat_that_jax_leaves_out_of_one_row_is_followed() -> None:
         assert row_dims(traced(rows), traced(5)) == [0]
     with pytest.raises(RowsMixError, match="reduce_sum"):
         row_dims(*(traced(rows, lambda x: attend(x - x.mean(0))) for rows in (1, 5)))
+
+
+def test_a_token_that_is_put_before_each_row_is_the_same_for_all() -> None:
+    """As the class token of vision transformers."""
+
+    def with_token(x: Any) -> Any:
+        return jax.numpy.concatenate([jax.numpy.tile(x[:1, :1] * 0 + 1, (len(x), 1, 1)), x], axis=1)
+
+    def with_own(x: Any) -> Any:
+        token = jax.numpy.ones([1, 1, 2])
+        return jax.numpy.concatenate([jax.numpy.tile(token, (len(x), 1, 1)), x], axis=1)
+
+    def repeated(x: Any) -> Any:
+        return jax.numpy.tile(jax.numpy.ones([2, 2]), (len(x), 1)).reshape(x.shape[0], 2, 2) + x
+
+    def traced(rows: int, function: Any) -> Any:
+        return jax.make_jaxpr(function)(np.ones([rows, 2, 2], "float32"))
+
+    for rows in (1, 2):
+        assert row_dims(traced(rows, with_own), traced(5, with_own)) == [0]
+        for function in (with_token, repeated):
+            with pytest.raises(RowsMixError):
+                row_dims(traced(rows, function), traced(5, function))

@@ -100,9 +100,16 @@ def pad(e: Shapes) -> Links:
 
 
 def tile(e: Shapes) -> Links:
-    if len(e.params["reps"]) != len(e.ins[0]):
-        return unknown(e)
-    return _in_place_but(e, lambda dim: e.params["reps"][dim] != 1)
+    """One element is spread along its dim, as by a broadcast; more of them move."""
+    reps = e.params["reps"]
+    if len(reps) != len(e.ins[0]):
+        yield from unknown(e)
+        return
+    spread = [dim for dim, size in enumerate(e.ins[0]) if size == 1 != reps[dim]]
+    for dim, link in enumerate(_in_place_but(e, lambda dim: reps[dim] != 1)):
+        if dim not in spread:
+            yield link
+    yield Link(How.FILL, (), tuple((0, dim) for dim in spread))
 
 
 def by_hand(e: Shapes) -> Links:

@@ -231,7 +231,7 @@ _WORDS = {
     How.ANY: "is not known to keep apart",
 }
 _SIZES_OF_OPERANDS = ("limit_indices", "slice_sizes")  # one per dim of the first operand
-_SIZES_OF_RESULTS = ("shape", "new_sizes")
+_SIZES_OF_RESULTS = ("shape", "new_sizes", "reps")
 
 
 def _dim_of_atoms(small: Any, large: Any, pairs: dict[Any, Any]) -> Dim:

@@ -17,7 +17,7 @@ from ...planning.abstract_step import AbstractStep, on_batch
 from ...program import Batch
 from .hooks import Hooks
 from .options import check_compiled
-from .pending import WaitingRoom, begun, filled, is_pending, waiting_room
+from .pending import WaitingRoom, begin_with, begun, filled, is_pending, waiting_room
 from .program import KerasVariables, steps_of
 
 if TYPE_CHECKING:
@@ -61,14 +61,22 @@ class AbstractRoom(WaitingRoom):
             yield
 
     def early_value(self, variable: Any) -> Any:
-        """While models are built: what no training changes, such as the mean and variance that
-        ``Normalization`` has before it is adapted, and computes with in ``build``; and what a
+        """While models are built: what ``build`` computes with, such as the mean and variance of
+        ``Normalization`` before it is adapted, or position embeddings that are resized; and what a
         layer that is called on an array, not on an input, adds to the model as a constant."""
         if waiting_room() is not self:
             return None
-        if not variable.trainable:
-            return filled(variable)
-        return begun(variable) if math.prod(variable.shape) <= _FEW else None
+        value = None if variable.trainable else filled(variable)
+        if value is None and math.prod(variable.shape) <= _FEW:
+            return begun(variable)
+        return value
+
+    def keeps(self, variable: Any, value: Any) -> bool:
+        """While models are built: what ``build`` assigns is what the variable begins with."""
+        if waiting_room() is not self:
+            return False
+        begin_with(variable, value)
+        return True
 
     def settle(self) -> None:
         """Raise :class:`ModelError`: a value was requested, and abstract variables have none."""

@@ -131,6 +131,8 @@ def _pending_class(of: type) -> type:
             return of.value.fget(self)  # type: ignore[attr-defined]
 
         def assign(self, value: Any) -> Any:
+            if not is_pending(self):  # made meanwhile, by what computed the value
+                return self.assign(value)
             if not _compat.in_stateless_scope() and self._meshwright_waits[0].keeps(self, value):
                 return value
             return of.assign(self, value)
@@ -196,6 +198,18 @@ def begun(variable: Any) -> Any:
     """The same now; it still waits, and what seeds it still draws what it would have drawn."""
     with keras.StatelessScope():
         return initial_value(variable)
+
+
+def begin_with(variable: Any, value: Any) -> None:
+    """Let a variable that waits begin with a value that is known already.
+
+    Raises :class:`ValueError` for one of another shape, as Keras does.
+    """
+    room, _ = variable._meshwright_waits
+    value = np.asarray(value, _compat.stored_dtype(variable))
+    if value.shape != tuple(variable.shape):
+        raise ValueError(f"{variable.path} is {tuple(variable.shape)} and not {value.shape}.")
+    variable._meshwright_waits = room, lambda shape, dtype=None: value
 
 
 def _made_in_one_program(
