@@ -567,3 +567,22 @@ def test_without_its_defects():
 def test_layouts_read_well():
     layouts = Layouts((("batch", 4),), (("batch", ("batch",)),), Choices(1, 2, "block"))
     assert str(layouts) == "(batch=4): batch over batch; zero=1, accumulate=2, remat"
+
+
+BESIDE_TENSORFLOW = """
+import os, sys, types
+
+from meshwright.planning.search.solve import solver_module
+
+sys.modules["tensorflow"] = types.ModuleType("tensorflow")
+before, asked, set_flags = sys.getdlopenflags(), [], sys.setdlopenflags
+sys.setdlopenflags = lambda flags: (asked.append(flags), set_flags(flags))
+solver_module().CpModel()
+assert asked == [before | os.RTLD_DEEPBIND, before], (asked, before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "RTLD_DEEPBIND"), reason="of Linux alone")
+def test_the_solver_is_loaded_with_its_own_functions_beside_tensorflow() -> None:
+    """With TensorFlow's, of another release of Protocol Buffers, its process ended."""
+    subprocess.run([sys.executable, "-c", BESIDE_TENSORFLOW], check=True, timeout=120)

@@ -6,8 +6,12 @@ memory are added where an answer breaks them, and the answer sought again, as fe
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,9 +196,29 @@ def _sum(pairs: list[tuple[Any, int]]) -> Any:
 def solver_module() -> Any:
     """OR-tools' CP-SAT. Raises :class:`~meshwright.PlanError` with the pip command."""
     require_solver()
-    from ortools.sat.python import cp_model
+    with _with_own_symbols():
+        from ortools.sat.python import cp_model
 
     return cp_model
+
+
+@contextlib.contextmanager
+def _with_own_symbols() -> Iterator[None]:
+    """A library that is loaded here uses its own functions before those of the same name.
+
+    TensorFlow, which Keras Hub imports, offers its Protocol Buffers to every library that comes
+    later. OR-tools has another release of them, and would end the process.
+    """
+    binding = getattr(os, "RTLD_DEEPBIND", None)  # of Linux; elsewhere names say their library
+    if binding is None or "tensorflow" not in sys.modules:
+        yield
+        return
+    before = sys.getdlopenflags()
+    sys.setdlopenflags(before | binding)
+    try:
+        yield
+    finally:
+        sys.setdlopenflags(before)
 
 
 def require_solver() -> None:
