@@ -66,8 +66,17 @@ def test_shards_of_validation_share_all_elements(make, steps):
     assert num_shards(2, steps) <= 10
 
 
+class Bound(list):
+    """A dataset of this process, as those of TensorFlow are."""
+
+    def __reduce__(self):
+        raise TypeError("it holds a tensor.")
+
+
 def test_data_that_cannot_be_used_is_refused():
     x, y = data()
+    with pytest.raises(mw.DataError, match=r"to workers: it holds a tensor\. Pass a function"):
+        feed_of(Data(Bound([(x, y)])))
     with pytest.raises(mw.DataError, match="can be read only once"):
         feed_of(Data(batch for batch in [(x, y)]))
     with pytest.raises(mw.DataError, match="returned an empty dataset"):

@@ -8,8 +8,9 @@ from typing import Any
 
 import keras
 
-from ...errors import BatchError, DataError
+from ...errors import BatchError, DataError, ShippingError
 from ...run.options import Data
+from ..coordinator.shipping import pack
 from . import class_weights
 from .data import ArrayBatches, DatasetMaker, InputContext, first_element
 from .signature import Signature
@@ -58,11 +59,10 @@ def feed_of(data: Data, epochs: int = 1, *, num_workers: int = 1, seed: int = 0)
         function = class_weights.of_batches(function, data.class_weight)
         dataset = function.weighted(dataset)
     example = as_batch(first_element(dataset))
-    if isinstance(x, Iterator):
+    if why := _why_only_here(x):
         raise DataError(
-            f"{type(x).__name__} is an iterator, which can be read only once and only here. Pass "
-            "a function that makes the dataset on each worker: strategy.fit(model, lambda "
-            "context: ...)."
+            f"{type(x).__name__} {why}. Pass a function that makes the dataset on each worker: "
+            "strategy.fit(model, lambda context: ...)."
         )
     return Feed(DatasetMaker(function, num_workers), (example,), steps)
 
@@ -82,6 +82,19 @@ def _of_arrays(data: Data, epochs: int, num_workers: int, seed: int) -> Feed:
     first, last = one[0], one[len(one) - 1]
     examples = (first,) if Signature.of(first) == Signature.of(last) else (first, last)
     return Feed(DatasetMaker(_Same(batches), num_workers), examples, steps, whole=True, alike=True)
+
+
+def _why_only_here(dataset: Any) -> str | None:
+    """Why workers cannot have a dataset, such as one of TensorFlow; ``None`` if they can."""
+    if isinstance(dataset, Iterator):
+        return "is an iterator, which can be read only once and only here"
+    if callable(dataset):
+        return None
+    try:
+        pack(dataset)
+    except ShippingError as error:
+        return f"cannot be sent to workers: {str(error.__cause__).rstrip('.')}"
+    return None
 
 
 class _Same:
