@@ -569,7 +569,13 @@ def _micro(example: Batch, count: int) -> Batch:
     """The shapes of a micro-batch; of an example that is too small, of one row."""
     leaves, tree = leaves_of(example)
     rows = max(1, leaves[0].shape[0] // count)
-    return tree.unflatten([shape_of((rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
+
+    def micro(leaf: Any) -> Any:
+        is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        dtype = leaf.dtype if is_key else jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return shape_of((rows, *leaf.shape[1:]), dtype)
+
+    return tree.unflatten(map(micro, leaves))
 
 
 def leaves_of(batch: Batch) -> tuple[Sequence[Any], Any]:

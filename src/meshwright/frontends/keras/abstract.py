@@ -8,13 +8,13 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import jax
 import keras
 
 from ... import _compat
 from ...errors import BatchError, ModelError
 from ...planning.abstract_step import AbstractStep, on_batch
 from ...program import Batch
+from . import batches
 from .hooks import Hooks
 from .options import check_compiled
 from .pending import WaitingRoom, begin_with, begun, filled, is_pending, waiting_room
@@ -109,7 +109,8 @@ def abstract_step(strategy: Sharded, model: keras.Model, batch: Batch) -> Abstra
     """The training step of a compiled model under a strategy whose mesh is abstract."""
     _build(strategy, model, batch)
     strategy._inspect(model)
-    return on_batch(steps_of(strategy, model, KerasVariables.of(model), example=batch), batch)
+    example = batches.abstract(batch)
+    return on_batch(steps_of(strategy, model, KerasVariables.of(model), example=example), batch)
 
 
 def check_batch(model: keras.Model, batch: Batch) -> None:
@@ -134,7 +135,6 @@ def _build(strategy: Sharded, model: keras.Model, batch: Batch) -> None:
     lacks_batch = _compat.needs_batch_to_build(model)
     if not (lacks_batch or _compat.has_unbuilt_optimizer(model)):
         return
-    parts = batch if isinstance(batch, tuple) else (batch,)
-    shapes = jax.tree.map(lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), parts)
+    shapes = batches.abstract(batch if isinstance(batch, tuple) else (batch,))
     with strategy.in_force(model), AbstractRoom().open():
         _compat.build_for(model, shapes if lacks_batch else None)

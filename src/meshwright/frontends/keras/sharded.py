@@ -450,12 +450,13 @@ class Sharded(LaidOut, Replicas):
 
     def _build(self, model: keras.Model, batch: Batch | None, training: bool) -> None:
         parts = batch if batch is None or isinstance(batch, tuple) else (batch,)
+        shapes = batches.abstract(parts)
         self._models.add(model)
         with self.scope():
             if training:
-                _compat.build_for(model, parts)
-            elif parts is not None:
-                _compat.build_forward(model, parts[0])
+                _compat.build_for(model, shapes)
+            elif shapes is not None:
+                _compat.build_forward(model, shapes[0])
 
     def abstract_step(self, model: keras.Model, batch: Batch) -> AbstractStep:
         """The training step, its state and its batch as shapes on the mesh without devices.
