@@ -132,8 +132,8 @@ class Sharded(LaidOut, Replicas):
         refuse_idle_rules(placement)
         return Sharded.from_placement(placement, self.how)
 
-    def serving(self, mesh: Mesh) -> Sharded:
-        """The same layouts on another mesh, for :class:`~meshwright.Server`.
+    def serving(self, mesh: Mesh | None = None) -> Sharded:
+        """The same layouts on another mesh, or on its own, for :class:`~meshwright.Server`.
 
         ZeRO and accumulation are of training and left out; an axis that the mesh does not have
         splits nothing there, and a pipeline over such an axis is left out.
@@ -144,8 +144,10 @@ class Sharded(LaidOut, Replicas):
         >>> strategy = mw.Sharded(mw.create_mesh({"batch": 8}), {"kernel": [None, "batch"]}, zero=2)
         >>> print(strategy.serving(mw.Mesh({"model": 4})).placement.layouts[0].layout)
         [unsharded, unsharded]
+        >>> strategy.serving().placement.zero
+        0
         """
-        pipeline = self.how.pipeline
+        mesh, pipeline = self.mesh if mesh is None else mesh, self.how.pipeline
         if pipeline is not None and pipeline.axis not in mesh:
             pipeline = None
         return Sharded.from_placement(self.placement.serving(mesh), StepOptions(pipeline=pipeline))
