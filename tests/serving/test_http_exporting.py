@@ -73,3 +73,32 @@ def test_a_model_with_tables_on_servers_names_its_way_out(tmp_path):
     shop = keras.Model(ids, mw.ps.Embedding("people", 4, 20)(ids), name="shop")
     with pytest.raises(ServingError, match=r"strategy\.export\(model\)\.save"):
         export(mw.Server(shop).model("shop"), tmp_path / "out")
+
+
+@keras.saving.register_keras_serializable("meshwright-tests")
+class Positions(keras.layers.Layer):
+    """As position embeddings, which there are so many of."""
+
+    def call(self, x):
+        if x.shape[1] > 8:
+            raise ValueError("at most 8 positions")
+        return x + jnp.arange(x.shape[1], dtype="float32")[:, None]
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+@pytest.mark.full
+def test_lengths_bound_what_a_model_takes_in_any_length(tmp_path):
+    ids = keras.Input([None], dtype="int32", name="ids")
+    mask = keras.Input([None], name="mask")
+    x = Positions()(keras.layers.Embedding(9, 4)(ids)) * keras.ops.expand_dims(mask, -1)
+    model = keras.Model([ids, mask], {"sum": keras.ops.sum(x, axis=1)}, name="bounded")
+    with pytest.raises(mw.ModelError, match=r"'length_0' > '8' is inconclusive. Give lengths="):
+        export(mw.Server(model).model("bounded"), tmp_path / "free")
+    with mw.Server(model, lengths=[8], buckets=[1]) as here:
+        export(here.model("bounded"), tmp_path / "out")
+        inputs = {"ids": np.arange(5)[None] + 1, "mask": np.ones([1, 5], "float32")}
+        answer = here.answer(inputs).outputs["sum"]
+    loader = runpy.run_path(str(tmp_path / "out" / "load.py"))
+    np.testing.assert_allclose(loader["predict"](inputs)["sum"], answer, rtol=1e-6)

@@ -8,7 +8,9 @@ jax2tf, which takes TensorFlow, and ONNX the same through jax2onnx, which Keras 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from ..extras import is_installed
 
 if TYPE_CHECKING:
     from .api import TensorSpec
+    from .forward import Forward
     from .model import LoadedModel
 
 FORMATS = ("stablehlo", "savedmodel", "onnx")
@@ -132,7 +135,12 @@ def _savedmodel(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
     tf: Any = importlib.import_module("tensorflow")  # not one of our packages
     function, weights, inputs = _bare(model)
     shapes: Any = [f"({', '.join(map(str, each.shape))},)" for each in inputs]
-    converted = jax2tf.convert(function, polymorphic_shapes=[None, shapes])
+    converted = jax2tf.convert(
+        function,
+        polymorphic_shapes=[None, shapes],
+        polymorphic_constraints=_constraints(model),
+        with_gradient=False,  # which TensorFlow would trace for a program that only answers
+    )
     module = tf.Module()
     module.weights = [tf.Variable(weight, trainable=False) for weight in weights]
     names = [spec.name for spec in _outputs(model)]
@@ -146,8 +154,28 @@ def _savedmodel(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
     }
     module.serve = tf.function(serve, autograph=False, jit_compile=True)
     concrete = module.serve.get_concrete_function(**signature)
+    _try_to_run(model, concrete, tf)
     tf.saved_model.save(module, str(folder), signatures={"serving_default": concrete})
     return (folder,)
+
+
+def _try_to_run(model: LoadedModel, serve: Any, tf: Any) -> None:
+    """Raise ServingError where TensorFlow does not know what a newer JAX has written."""
+    import jax
+
+    forward = _forward_of(model)
+    shapes = forward.shapes_of(replace(forward.typical, rows=1))
+    named = zip(model.inputs, shapes, strict=True)
+    zeros = {spec.name: tf.zeros(like.shape, like.dtype.name) for spec, like in named}
+    try:
+        serve(**zeros)
+    except tf.errors.OpError as error:
+        lines = error.message.splitlines()
+        line = next((line for line in lines if "error:" in line), lines[0])
+        raise ServingError(
+            f"TensorFlow {tf.__version__} cannot run a program of JAX {jax.__version__}: {line}. "
+            "Write the model where an older JAX is installed, or as stablehlo."
+        ) from error
 
 
 def _onnx(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
@@ -199,30 +227,51 @@ def _bare(model: LoadedModel) -> tuple[Callable[..., Any], list[Any], list[Any]]
         step = source.steps.predict_step
         return jax.tree.leaves(step(whole.params, whole.state, source.batch(arrays)))
 
-    scope = jax.export.SymbolicScope()
-    inputs = []
-    for number, spec in enumerate(model.inputs):
-        dims = ["rows", *(_dim(size, f"d{number}_{at}") for at, size in enumerate(spec.shape[1:]))]
+    scope = jax.export.SymbolicScope(_constraints(model))
+    inputs, lengths = [], iter(_lengths(model))
+    for spec in model.inputs:
+        dims = ["rows", *(next(lengths) if n is None else str(n) for n in spec.shape[1:])]
         shape = jax.export.symbolic_shape(", ".join(dims) + ",", scope=scope)
         inputs.append(jax.ShapeDtypeStruct(shape, spec.dtype))
+    errors = TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation
     try:
         jax.eval_shape(forward, _shapes(weights), inputs)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise ModelError(
-            f"model {model.name!r} cannot be traced for any number of rows: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+    except errors as error:
+        raise ModelError(_why_untraced(model, error)) from error
     return forward, weights, inputs
 
 
-def _outputs(model: LoadedModel) -> Sequence[TensorSpec]:
+def _why_untraced(model: LoadedModel, error: Exception) -> str:
+    import jax
+
+    lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()  # Keras writes in bold
+    line = next((line for line in lines if "inconclusive" in line), lines[0])
+    remedy = ""
+    if isinstance(error, jax.errors.InconclusiveDimensionOperation) and _lengths(model):
+        remedy = " Give lengths= (--lengths): no input is longer than the largest of them."
+    return f"model {model.name!r} cannot be traced for any number of rows: {line}{remedy}"
+
+
+def _forward_of(model: LoadedModel) -> Forward:
     from .forward import Forward
 
-    return Forward(model.source).outputs()
+    return Forward(model.source)
 
 
-def _dim(size: int | None, name: str) -> str:
-    return name if size is None else str(size)
+def _outputs(model: LoadedModel) -> Sequence[TensorSpec]:
+    return _forward_of(model).outputs()
+
+
+def _lengths(model: LoadedModel) -> list[str]:
+    """A symbol for each dim of any size; those that must be as long as each other have one."""
+    forward = _forward_of(model)
+    return [f"length_{n}" for n in forward.ragged().first] if forward.num_lengths else []
+
+
+def _constraints(model: LoadedModel) -> tuple[str, ...]:
+    """What is known of the symbols: the server does not accept longer inputs."""
+    most = model.options.lengths[-1:]
+    return tuple(f"{name} <= {n}" for name in dict.fromkeys(_lengths(model)) for n in most)
 
 
 def _shapes(weights: list[Any]) -> list[Any]:
