@@ -10,19 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import (
-    MeshwrightError,
-    ModelFailedError,
-    NotReadyError,
-    ProcessError,
-    RequestError,
-)
+from ..errors import MeshwrightError, ModelFailedError, NotReadyError, ProcessError
 from ..launch.join import naming_failures
 from .api import Answer
 from .figures import Figures
 from .options import ServeOptions, at_once, worthwhile
 from .ragged import cut_output, disagreeing
-from .requests import Request, stacked
+from .requests import Request, refusal, stacked
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -86,10 +80,10 @@ class Batches:
 
     def check_request(self, request: Request) -> None:
         """Raise :class:`~meshwright.RequestError` for lengths that would agree once padded."""
-        if self._ragged is None or request.lengths == request.padded:
+        if self._ragged is None:
             return
         if faults := disagreeing(self._ragged, self.forward.inputs, request.lengths):
-            raise RequestError("\n".join(faults))
+            raise refusal(faults)
 
     def rows_of_next(self, waiting: int) -> int:
         """How many rows the next batch takes of those that wait and would fit into one."""

@@ -101,10 +101,21 @@ def checked(
     if None in padded:
         faults.append(f"a ragged dim is {max(ragged)} long; the longest accepted is {lengths[-1]}")
     if faults:
-        lines = "".join(f"\n  {fault}" for fault in faults)
-        several = f"{len(faults)} faults in the request:{lines}"
-        raise RequestError(faults[0] if len(faults) == 1 else several)
+        raise refusal(faults)
     return Request(arrays, arrays[0].shape[0], ragged, tuple(n for n in padded if n is not None))
+
+
+def refusal(faults: Sequence[str]) -> RequestError:
+    """The error that lists all faults of a request.
+
+    >>> print(refusal(["a is missing", "b is unknown"]))
+    2 faults in the request:
+      a is missing
+      b is unknown
+    """
+    lines = "".join(f"\n  {fault}" for fault in faults)
+    several = f"{len(faults)} faults in the request:{lines}"
+    return RequestError(faults[0] if len(faults) == 1 else several)
 
 
 def _ready(
