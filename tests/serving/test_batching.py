@@ -184,6 +184,14 @@ def test_a_row_by_itself_may_be_traced_in_another_form() -> None:
     np.testing.assert_allclose(answers[0], answers[1][:1], rtol=1e-6)
 
 
+def test_a_row_that_is_answered_by_nan_either_way_is_served() -> None:
+    def roots(params: Any, x: Any) -> Any:
+        return jnp.sqrt(-1 - taken(params, x))
+
+    with serve(roots, buckets=[1, 4]) as server:
+        assert np.isnan(server.answer({"input": rows(1)}).outputs["output"]).all()
+
+
 def test_a_row_by_itself_with_another_answer_is_refused() -> None:
     with pytest.raises(mw.ModelError, match="one row by itself has another answer than beside"):
         serve(other_alone, buckets=[1, 4]).load()

@@ -98,7 +98,7 @@ def _stablehlo(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
     import jax
     import numpy as np
 
-    function, weights, inputs = _bare(model)
+    function, weights, inputs, _ = _bare(model)
     exported = jax.export.export(jax.jit(function), platforms=_PLATFORMS)(_shapes(weights), inputs)
     files = [folder / name for name in ("forward.bin", "weights.npz", "model.json", "load.py")]
     files[0].write_bytes(exported.serialize())
@@ -133,12 +133,12 @@ def _savedmodel(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
     from jax.experimental import jax2tf
 
     tf: Any = importlib.import_module("tensorflow")  # not one of our packages
-    function, weights, inputs = _bare(model)
+    function, weights, inputs, constraints = _bare(model)
     shapes: Any = [f"({', '.join(map(str, each.shape))},)" for each in inputs]
     converted = jax2tf.convert(
         function,
         polymorphic_shapes=[None, shapes],
-        polymorphic_constraints=_constraints(model),
+        polymorphic_constraints=constraints,
         with_gradient=False,  # which TensorFlow would trace for a program that only answers
     )
     module = tf.Module()
@@ -184,7 +184,7 @@ def _onnx(model: LoadedModel, folder: Path) -> tuple[Path, ...]:
     import jax
 
     jax2onnx: Any = importlib.import_module("jax2onnx")
-    function, weights, inputs = _bare(model)
+    function, weights, inputs, _ = _bare(model)
     shapes = [  # jax2onnx makes symbols of texts itself
         jax.ShapeDtypeStruct([d if isinstance(d, int) else str(d) for d in i.shape], i.dtype)
         for i in inputs
@@ -208,8 +208,11 @@ _WRITERS: dict[str, Callable[[Any, Path], tuple[Path, ...]]] = {
 }
 
 
-def _bare(model: LoadedModel) -> tuple[Callable[..., Any], list[Any], list[Any]]:
-    """The forward pass over lists of weights and inputs, the weights, and shapes of the inputs.
+def _bare(
+    model: LoadedModel,
+) -> tuple[Callable[..., Any], list[Any], list[Any], tuple[str, ...]]:
+    """The forward pass over lists of weights and inputs, the weights, shapes of the inputs, and
+    what is known of the symbols in these: the server does not accept longer inputs.
 
     Raises ModelError for dims that the model does not take by any size.
     """
@@ -227,27 +230,30 @@ def _bare(model: LoadedModel) -> tuple[Callable[..., Any], list[Any], list[Any]]
         step = source.steps.predict_step
         return jax.tree.leaves(step(whole.params, whole.state, source.batch(arrays)))
 
-    scope = jax.export.SymbolicScope(_constraints(model))
-    inputs, lengths = [], iter(_lengths(model))
+    lengths = _lengths(model)
+    most = model.options.lengths[-1:]
+    constraints = tuple(f"{name} <= {n}" for name in dict.fromkeys(lengths) for n in most)
+    scope = jax.export.SymbolicScope(constraints)
+    inputs, following = [], iter(lengths)
     for spec in model.inputs:
-        dims = ["rows", *(next(lengths) if n is None else str(n) for n in spec.shape[1:])]
+        dims = ["rows", *(next(following) if n is None else str(n) for n in spec.shape[1:])]
         shape = jax.export.symbolic_shape(", ".join(dims) + ",", scope=scope)
         inputs.append(jax.ShapeDtypeStruct(shape, spec.dtype))
     errors = TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation
     try:
         jax.eval_shape(forward, _shapes(weights), inputs)
     except errors as error:
-        raise ModelError(_why_untraced(model, error)) from error
-    return forward, weights, inputs
+        raise ModelError(_why_untraced(model, error, bool(lengths))) from error
+    return forward, weights, inputs, constraints
 
 
-def _why_untraced(model: LoadedModel, error: Exception) -> str:
+def _why_untraced(model: LoadedModel, error: Exception, has_lengths: bool) -> str:
     import jax
 
     lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()  # Keras writes in bold
     line = next((line for line in lines if "inconclusive" in line), lines[0])
     remedy = ""
-    if isinstance(error, jax.errors.InconclusiveDimensionOperation) and _lengths(model):
+    if isinstance(error, jax.errors.InconclusiveDimensionOperation) and has_lengths:
         remedy = " Give lengths= (--lengths): no input is longer than the largest of them."
     return f"model {model.name!r} cannot be traced for any number of rows: {line}{remedy}"
 
@@ -266,12 +272,6 @@ def _lengths(model: LoadedModel) -> list[str]:
     """A symbol for each dim of any size; those that must be as long as each other have one."""
     forward = _forward_of(model)
     return [f"length_{n}" for n in forward.ragged().first] if forward.num_lengths else []
-
-
-def _constraints(model: LoadedModel) -> tuple[str, ...]:
-    """What is known of the symbols: the server does not accept longer inputs."""
-    most = model.options.lengths[-1:]
-    return tuple(f"{name} <= {n}" for name in dict.fromkeys(_lengths(model)) for n in most)
 
 
 def _shapes(weights: list[Any]) -> list[Any]:

@@ -52,8 +52,8 @@ def check_padding(
     outputs = forward.outputs()
     if faults := list(_uncut(outputs, ragged)):
         raise ModelError(
-            f"lengths={lengths}: what follows from padding cannot be cut off {', '.join(faults)}, "
-            "neither fixed nor as long as an input. Leave lengths out."
+            f"lengths={lengths}: padding cannot be cut off again where an output changes with the "
+            f"length of an input and is not as long: {', '.join(faults)}. Leave lengths out."
         )
     count = forward.num_lengths
     row = _row(forward, weights, lengths)
@@ -151,9 +151,10 @@ def _has_nan(array: np.ndarray) -> bool:
 
 
 def _difference(exact: np.ndarray, other: np.ndarray) -> tuple[float, float]:
-    """The largest difference, and the largest finite value; infinite ones may be the same."""
+    """The largest difference, and the largest finite value; NaN is the same as NaN here."""
     a, b = exact.astype("float32"), other.astype("float32")
     with np.errstate(invalid="ignore"):  # of infinite values, which the condition leaves out
-        difference = np.where(a == b, 0, np.abs(a - b))
+        is_same = (a == b) | (np.isnan(a) & np.isnan(b))
+        difference = np.where(is_same, 0, np.abs(a - b))
     scale = np.max(np.abs(a), initial=1e-6, where=np.isfinite(a))
     return float(np.max(difference, initial=0)), float(scale)
