@@ -69,6 +69,8 @@ def _elementwise() -> dict[str, Case]:
     cases |= {
         name: one(getattr(lax, name), (4, 6), (4, 6), dtypes="i") for name in INTEGERS.split()
     }
+    if hasattr(lax, "polynomial"):  # JAX 0.12 on
+        cases["polynomial"] = one(lambda x, y: lax.polynomial(x, [2.0, y, 3.0]), (4, 6), (4, 6))
     return cases | {
         "shift_right_logical": one(lax.shift_right_logical, (4,), (4,), dtypes="i"),
         "not": one(lax.bitwise_not, (4, 6), dtypes="i"),

@@ -46,7 +46,8 @@ WITHOUT_A_CASE = {
     "empty2",  # a number without dims, which only JAX' own rule for scans makes
     "pbroadcast",  # XLA has it for GPUs alone
 }
-OF_SOME_RELEASES = {"add_any", "log2", "one_minus_square"}  # the first up to JAX 0.10
+# add_any up to JAX 0.10; the others from 0.11 and 0.12 on
+OF_SOME_RELEASES = {"add_any", "log2", "one_minus_square", "polynomial"}
 SPLIT, WHOLE = jax.P("i"), jax.P()
 BETWEEN_DEVICES = {  # inside of shard_map: how operands and results lie
     "psum": (WHOLE, WHOLE),

@@ -22,8 +22,8 @@ def over_axes(
     Called with arrays that have values it is compiled: piece by piece, as steps are run with Keras'
     ``run_eagerly=True`` and under ``jax.disable_jit``, JAX knows ``shard_map`` over all axes only.
 
-    >>> import jax.numpy as jnp
-    >>> mesh = jax.make_mesh((2, 4), ("rows", "cols"))
+    >>> import jax.numpy as jnp, numpy as np
+    >>> mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 4)), ("rows", "cols"))
     >>> spec, whole = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
     >>> total = over_axes(lambda piece: jax.lax.psum(piece, "rows"), mesh=mesh, in_specs=spec,
     ...                   out_specs=whole, axis_names={"rows"})

@@ -57,7 +57,8 @@ _ONE_BY_ONE = frozenset(  # of which a value of a sum is the sum of values
 )  # fmt: skip
 _BENDS = frozenset(
     ("exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "sqrt", "rsqrt", "cbrt", "square",
-     "integer_pow", "pow", "abs", "sign", "max", "min", "erf", "sin", "cos", "clamp")
+     "integer_pow", "pow", "abs", "sign", "max", "min", "erf", "sin", "cos", "clamp",
+     "polynomial")
 )  # fmt: skip
 _MEETS = frozenset(
     ("reduce_max", "reduce_min", "argmax", "argmin", "reduce_prod", "sort", "cumsum", "cummax",
