@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from .arrays.context import in_place_of_context
 from .layouts.dim_names import DimNames
 from .layouts.params import ParamInfo
 from .layouts.placement import Placement
@@ -166,13 +167,13 @@ class Program:
         self, placement: Placement, function: Callable[..., Any], *, whole: bool = False
     ) -> Callable[..., Any]:
         """A function of this program, traced as it is under a placement."""
-        context = self.context
-        if context is None:
-            return function
 
         @functools.wraps(function)
         def traced(*args: Any) -> Any:
-            with context(placement, whole):
+            with ExitStack() as stack:
+                stack.enter_context(in_place_of_context(placement.mesh))
+                if self.context is not None:
+                    stack.enter_context(self.context(placement, whole))
                 return function(*args)
 
         return traced

@@ -253,6 +253,13 @@ def test_jax_meshes_lead_back(mesh):
     assert Mesh.from_jax(mesh.jax_mesh.abstract_mesh) == mesh.abstract()
 
 
+def test_where_a_mesh_of_jax_is_passed_the_error_says_how_to_make_ours_of_it():
+    theirs = jax.make_mesh((8,), ("batch",))
+    for pass_it in (Mesh, mw.create_mesh, lambda mesh: mw.Placement(mesh, ())):
+        with pytest.raises(mw.MeshError, match=r"mw\.Mesh\.from_jax\(mesh\) makes one"):
+            pass_it(theirs)
+
+
 # Bad input: each a ValueError of our tree that names names and values
 
 DEVICES = tuple(f"cpu:{i}" for i in range(8))

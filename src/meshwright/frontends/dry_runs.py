@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..arrays.context import outside_of_context
 from ..errors import BatchError, ModelError
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .keras import Sharded
 
 
+@outside_of_context()
 def dry_run(
     model: keras.Model | Program,
     batch: Batch,
@@ -70,6 +72,7 @@ def dry_run(
     return dry_run_of(model, batch, ours, target, hardware, blocks, compile, timeout_s)
 
 
+@outside_of_context()
 def dry_serve(
     model: keras.Model | Program,
     inputs: Any,

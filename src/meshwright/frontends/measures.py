@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 import numpy as np
 
+from ..arrays.context import outside_of_context
 from ..errors import LayoutError, ModelError
 from ..layouts.placement import Placement
 from ..planning.measurement import Measured
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .keras import Sharded
 
 
+@outside_of_context()
 def measure(
     model: keras.Model | Program,
     batch: Batch,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 import numpy as np
 
+from ..arrays.context import outside_of_context
 from ..errors import TargetError
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
@@ -75,6 +76,7 @@ class Plan(Decided):
         return Sharded.from_placement(self.placement(here), self.how)
 
 
+@outside_of_context()
 def plan(
     model: keras.Model | Program,
     batch: Batch,

@@ -350,8 +350,14 @@ def _pairs(axes: AxesLike) -> tuple[tuple[str, int], ...]:
     except (TypeError, ValueError):
         raise MeshError(
             f"axes must be pairs (name, size) or a mapping, such as {{'batch': 4, 'model': 2}}; "
-            f"received {axes!r}."
+            f"received {axes!r}.{way_from_jax(axes)}"
         ) from None
+
+
+def way_from_jax(value: object) -> str:
+    """A sentence for those who pass JAX's own mesh where one of ours is expected."""
+    is_of_jax = hasattr(value, "axis_types")
+    return " mw.Mesh.from_jax(mesh) makes one from a JAX mesh." if is_of_jax else ""
 
 
 def _axis_faults(pairs: tuple[tuple[str, int], ...], wildcard: bool = False) -> list[str]:

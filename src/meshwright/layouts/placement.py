@@ -16,7 +16,7 @@ from .dim_names import DimNames
 from .dim_rules import DimRules, RulesLike
 from .layout import UNSHARDED, Layout, Spec
 from .layout_map import Given, LayoutMap, PathLayout, find_layout
-from .mesh import Mesh
+from .mesh import Mesh, way_from_jax
 from .params import ParamInfo, Placed
 from .placement_arguments import (
     MATCHES_NOTHING,
@@ -75,7 +75,8 @@ class Placement:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
             raise MeshError(
-                "expected a mesh, such as mw.create_mesh({'batch': 8}); received " + repr(self.mesh)
+                f"expected a mesh, such as mw.create_mesh({{'batch': 8}}); received {self.mesh!r}."
+                f"{way_from_jax(self.mesh)}"
             )
         check_level(self.zero)
         if self.unmatched not in get_args(Unmatched):

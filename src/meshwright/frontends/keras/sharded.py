@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from ... import _compat
+from ...arrays.context import outside_of_context
 from ...checkpoint import PARTS, CheckpointInfo
 from ...errors import LayoutError, ModelError, PipelineError
 from ...layouts.dim_rules import RulesLike
@@ -199,6 +200,7 @@ class Sharded(LaidOut, Replicas):
 
     # Training: our own loop over pure functions
 
+    @outside_of_context()
     def fit(
         self,
         model: keras.Model,
@@ -264,6 +266,7 @@ class Sharded(LaidOut, Replicas):
             nan_guard,
         )
 
+    @outside_of_context()
     def evaluate(
         self,
         model: keras.Model,
@@ -285,6 +288,7 @@ class Sharded(LaidOut, Replicas):
         logs = fitting.evaluate(self, model, data, verbose, callbacks)
         return logs if return_dict else _compat.in_metric_order(model, logs)
 
+    @outside_of_context()
     def predict(
         self,
         model: keras.Model,
@@ -400,6 +404,7 @@ class Sharded(LaidOut, Replicas):
         self._need_devices("put(...)")
         return batches.putter(self.placement, model)(batch)
 
+    @outside_of_context()
     def prepare(
         self,
         model: keras.Model,
@@ -460,6 +465,7 @@ class Sharded(LaidOut, Replicas):
             elif shapes is not None:
                 _compat.build_forward(model, shapes[0])
 
+    @outside_of_context()
     def abstract_step(self, model: keras.Model, batch: Batch) -> AbstractStep:
         """The training step, its state and its batch as shapes on the mesh without devices.
 
