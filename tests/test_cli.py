@@ -342,9 +342,7 @@ def test_doctor_does_not_ask_devices_of_a_missing_jax(monkeypatch):
 
 
 def test_doctor_reports_a_version_out_of_range(monkeypatch):
-    monkeypatch.setattr(
-        diagnosis, "_requirements", lambda: [("keras>=99", ""), ("jax>=0.10", "")]
-    )
+    monkeypatch.setattr(diagnosis, "_requirements", lambda: [("keras>=99", ""), ("jax>=0.10", "")])
     report = diagnosis.examine()
     version = importlib.metadata.version("keras")
     assert report.faults == (f"keras {version} is installed; >=99 is required",)

@@ -182,6 +182,11 @@ class Program:
         return f"Program({self.name!r}, {len(self.params)} parameters)"
 
     @property
+    def has_more_dims(self) -> bool:
+        """Whether a step may have named dims that no variable has, as programs over them do."""
+        return self.context is not None
+
+    @property
     def parts(self) -> tuple[tuple[ParamInfo, ...], ...]:
         """The variables in the fields of :class:`TrainState`."""
         return self.params, self.state, self.slots, self.metrics

@@ -262,6 +262,7 @@ FAULTS = {
     "a number": (lambda: Layout(2, MESH), "one entry per dim.* received 2"),
     "a number for a dim": (lambda: Layout([0], MESH), "an entry must be an axis.* received 0"),
     "nested tuples": (lambda: Layout([(("a",), "b")]), "an entry must be an axis.* received"),
+    "JAX's sharding": (lambda: Layout(Layout(["batch"], MESH).sharding), "Layout.from_sharding"),
     "JAX's mesh": (lambda: Layout(["batch"], MESH.jax_mesh), "Mesh.from_jax"),
     "sizes for a mesh": (lambda: Layout(["batch"], {"batch": 4}), "received {'batch': 4}"),
     "an unknown axis": (

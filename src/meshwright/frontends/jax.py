@@ -16,6 +16,7 @@ from ..errors import ModelError
 from ..layouts.params import ParamInfo
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from ..step.gradient import check_dtypes
+from .boxes import tree_of
 from .extras import Extras, zeros
 from .kept_state import State, state_of
 from .optimizer_needs import Needs, again, loss_slot, needs_of, taking_loss
@@ -74,7 +75,7 @@ def jax_program(
         params, rest = _parted(params)
         loss = _filled_up(loss, rest)
         forward = None if forward is None else _filled_up(forward, rest)
-    program = program_of(loss, params, optimizer, forward, name, Tree, extras, kept)
+    program = program_of(loss, params, optimizer, forward, name, tree_of, extras, kept)
     return program if batch is None else replace(program, example=shapes_of(batch))
 
 
@@ -86,7 +87,7 @@ def forward_program(
     if callable(params) and not makes_parameters(params):
         params, rest = _parted(params)
         forward = _filled_up(forward, rest)
-    return program_of(_not_trained, params, _NoOptimizer, forward, name, Tree, Extras((), 0))
+    return program_of(_not_trained, params, _NoOptimizer, forward, name, tree_of, Extras((), 0))
 
 
 def _not_trained(*_: Any) -> Any:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ..errors import ModelError
 from ..layouts.params import ParamInfo
 from ..program import Arrays
+from .boxes import tree_of
 from .trees import Tree
 
 
@@ -49,7 +50,7 @@ class State:
         """What a loss returned, by path. Raises ModelError where it is not of the first's kind."""
         before = {info.path: (info.dims, info.dtype) for info in self.tree.infos("state")}
         arrays = jax.tree.map(jnp.asarray, new)
-        after = {info.path: (info.dims, info.dtype) for info in Tree(arrays).infos("state")}
+        after = {info.path: (info.dims, info.dtype) for info in tree_of(arrays).infos("state")}
         if before != after:
             path = next(p for p in (*before, *after) if before.get(p) != after.get(p))
             raise ModelError(
@@ -61,7 +62,7 @@ class State:
 
 def state_of(make: Callable[[], Any], shapes: Any) -> State:
     """The state of these shapes."""
-    return State(make, Tree(shapes))
+    return State(make, tree_of(shapes))
 
 
 def _said(kind: tuple[tuple[int, ...], str] | None) -> str:

@@ -19,8 +19,9 @@ class Tree:
     Random keys, which optimizers that add noise keep, are their numbers by path: these can be laid
     out, saved and compared as other arrays can.
 
-    ``is_array`` says of nodes that hold one array each that they are it; their dims may have names,
-    which ``names`` tells. Raises :class:`~meshwright.ModelError` for two arrays with one path.
+    ``is_array`` says of nodes that hold one array each that they are it, and a path ends with
+    theirs; the whole one is a second spelling. Their dims may have names, which ``names`` tells.
+    Raises :class:`~meshwright.ModelError` for two arrays with one path.
 
     >>> Tree({"a": [1.0, 2.0]}).named({"a": [3.0, 4.0]})
     {'a/0': 3.0, 'a/1': 4.0}
@@ -40,9 +41,11 @@ class Tree:
         ]
         with_paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array)
         self._names = [names(node) for _, node in with_paths]
-        self._paths = [
-            jax.tree_util.keystr(path, simple=True, separator="/") or "params"
-            for path, _ in with_paths
+        self._paths = [_path_of(keys) for keys, _ in with_paths]
+        with_ends, _ = jax.tree_util.tree_flatten_with_path(tree)
+        self._spellings = [
+            tuple(dict.fromkeys((path, _path_of(keys))))
+            for path, (keys, _) in zip(self._paths, with_ends, strict=True)
         ]
         if len({*self._paths}) < len(self._paths):
             _refuse_clash(self._paths, [jax.tree_util.keystr(path) for path, _ in with_paths])
@@ -69,7 +72,7 @@ class Tree:
         return tuple(
             ParamInfo(
                 path=path,
-                spellings=(path,),
+                spellings=spellings,
                 dims=tuple(leaf.shape),
                 dtype=str(leaf.dtype),
                 itemsize=leaf.dtype.itemsize,
@@ -77,8 +80,14 @@ class Tree:
                 owner=_owner(path, tuple(leaf.shape), owners),
                 names=names,
             )
-            for path, leaf, names in zip(self._paths, self._leaves, self._names, strict=True)
+            for path, spellings, leaf, names in zip(
+                self._paths, self._spellings, self._leaves, self._names, strict=True
+            )
         )
+
+
+def _path_of(keys: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/") or "params"
 
 
 def _impl_of(leaf: Any) -> Any:

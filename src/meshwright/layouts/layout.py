@@ -368,9 +368,11 @@ def as_layout(specs: Layout | Specs) -> Layout:
 
 def _normalised(specs: Specs) -> tuple[Spec, ...]:
     if isinstance(specs, str) or not isinstance(specs, Iterable):
+        is_sharding = hasattr(specs, "memory_kind")
+        way = " mw.Layout.from_sharding(sharding, rank) makes one from it." if is_sharding else ""
         raise LayoutError(
             f"a layout is a sequence with one entry per dim, such as [UNSHARDED, 'model']; "
-            f"received {specs!r}."
+            f"received {specs!r}.{way}"
         )
     return tuple(_entry(spec) for spec in specs)
 

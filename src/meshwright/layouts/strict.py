@@ -29,11 +29,14 @@ def inspect(
     infos: Iterable[ParamInfo],
     name: str = "the program",
     stages: tuple[str, ...] = (),
+    *,
+    has_more_dims: bool = False,
 ) -> None:
     """Raise or warn about what is suspicious, each kind at once.
 
     ``infos`` are all the variables that the layouts are for, ``stages`` the axis of a pipeline's
-    stages, which no layout takes. Raises
+    stages, which no layout takes. ``has_more_dims`` is true of programs over named dims, some of
+    which only turn up when a step is traced. Raises
     :class:`~meshwright.PlacementError` for patterns that match no variable (a warning with
     ``strict=False``) and, with ``unmatched="error"``, for large variables that no pattern matches.
 
@@ -48,8 +51,8 @@ def inspect(
     """
     infos = [info for info in infos if info.role not in ("metric", "slot")]
     refuse_idle_layouts(placement, infos, name)
-    if not any(info.names for info in infos):  # else more dims turn up when it is traced
-        refuse_idle_rules(placement)
+    if not has_more_dims:
+        refuse_idle_rules(placement, infos)
     if large := unnamed(placement, infos):
         text = _unnamed_text(large, name)
         if placement.unmatched == "error":
@@ -98,10 +101,11 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[: 2 * _NEAREST]) + (f" and {more} more" if more > 0 else "")
 
 
-def refuse_idle_rules(placement: Placement) -> None:
+def refuse_idle_rules(placement: Placement, infos: Sequence[ParamInfo] = ()) -> None:
     """Raise :class:`~meshwright.PlacementError`, or warn, for rules of dims that nothing has.
 
-    For models whose dims are named in layouts alone. The dim ``batch`` is that of their batches.
+    For models whose dims are named in layouts, and in variables that name their own. The dim
+    ``batch`` is that of their batches.
 
     >>> import meshwright as mw
     >>> layouts = {"kernel": mw.dims("d_model d_ff")}
@@ -115,7 +119,7 @@ def refuse_idle_rules(placement: Placement) -> None:
     """
     if placement.rules is None:
         return
-    named = _named_dims(placement)
+    named = _named_dims(placement, infos)
     idle = [f"'{d}:{axis}'" for d, axis in placement.rules.pairs if d not in {*named, "batch"}]
     if not idle:
         return
@@ -138,10 +142,11 @@ def _refuse(placement: Placement, text: str) -> None:
     warn(f"{text}.")
 
 
-def _named_dims(placement: Placement) -> list[str]:
+def _named_dims(placement: Placement, infos: Sequence[ParamInfo]) -> list[str]:
     layouts = [entry.layout for entry in (*placement.layouts, *placement.activations)]
     layouts += [layout for _, layout in (*placement.inputs, *placement.targets)]
-    names = (layout.names for layout in layouts if isinstance(layout, DimNames))
+    names = [layout.names for layout in layouts if isinstance(layout, DimNames)]
+    names += [info.names.names for info in infos if info.names is not None]
     return sorted({name for row in names for name in row} - {ANY})
 
 

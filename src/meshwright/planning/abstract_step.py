@@ -70,7 +70,7 @@ def of_program(
     """The step that :class:`~meshwright.Trainer` would take."""
     placement = unbound(placement)
     named, name = placement.naming(program.inputs), repr(program.name)
-    inspect(named, program.infos, name, how.stage_axes)
+    inspect(named, program.infos, name, how.stage_axes, has_more_dims=program.has_more_dims)
     return on_batch(assemble(replace(program, example=batch), placement, how), batch)
 
 

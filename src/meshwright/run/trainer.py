@@ -86,7 +86,7 @@ class Trainer:
     def _inspected(self) -> Assembly:
         named = self._steps.batch_layouts.placement
         name, stages = repr(self.program.name), self.how.stage_axes
-        inspect(named, self.program.infos, name, stages)
+        inspect(named, self.program.infos, name, stages, has_more_dims=self.program.has_more_dims)
         return self._steps
 
     def init(self) -> TrainState:

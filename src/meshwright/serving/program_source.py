@@ -46,7 +46,12 @@ def source_of_program(
         return _eight_bits(floats, program, placement)
     from ..layouts.strict import inspect
 
-    inspect(placement.naming(program.inputs), program.infos, repr(program.name))
+    inspect(
+        placement.naming(program.inputs),
+        program.infos,
+        repr(program.name),
+        has_more_dims=program.has_more_dims,
+    )
     forward = replace(program, slots=(), metrics=())
     if precision is not None:
         forward = in_precision(forward, precision)
