@@ -436,7 +436,7 @@ def test_the_batch_follows_a_rule_of_several_axes():
     ("rules", "message"),
     [
         ({"d_ff": 4}, "received 'd_ff': 4"),
-        ({"d_ff": None}, "received 'd_ff': None"),
+        ({"d_ff": (None,)}, r"received 'd_ff': \(None,\)"),
         ({"d_ff": ("rows", 2)}, r"received 'd_ff': \('rows', 2\)"),
         ({("d_ff",): "rows"}, r"received \('d_ff',\): 'rows'"),
     ],
@@ -445,6 +445,10 @@ def test_an_axis_that_is_no_text_is_a_type_error(rules, message):
     with pytest.raises(TypeError, match=message) as caught:
         DimRules(rules)
     assert isinstance(caught.value, LayoutError)
+
+
+def test_a_dim_of_no_axes_is_whole():
+    assert DimRules([("embed", None), ("d_ff", "cols"), ("heads", ())]) == DimRules("d_ff:cols")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Dim:
 
 Dims = tuple[Dim, ...]
 DimsLike = str | Dim | Iterable[Dim | tuple[str, int]]
-AxesLike = str | tuple[str, ...] | list[str]
+AxesLike = str | tuple[str, ...] | list[str] | None
 RulesLike: TypeAlias = "DimRules | str | Mapping[str, AxesLike] | Iterable[tuple[str, AxesLike]]"
 
 
@@ -101,7 +101,8 @@ class DimRules:
     Made from a text ``"batch:rows;hidden:cols"``, a mapping, or pairs. Several dims may lie along
     one axis where they never meet in one array, and a dim along several axes, the first of them
     the slowest: ``"hidden:rows+cols"``, or ``{"hidden": ("rows", "cols")}`` as in
-    :attr:`meshwright.Plan.rules`. Raises :class:`LayoutError` for a dim that two rules name and for
+    :attr:`meshwright.Plan.rules`. A dim of no axes, or of ``None`` as in Flax's lists of rules, is
+    whole. Raises :class:`LayoutError` for a dim that two rules name and for
     an invalid rule, and :class:`LayoutTypeError`, a ``TypeError``, for an axis that is not a str.
 
     >>> rules = DimRules("batch:rows;hidden:cols")
@@ -272,7 +273,7 @@ def _pairs_given(rules: object) -> tuple[tuple[str, str], ...]:
         ) from None
     pairs, faults = [], []
     for dim, axes in listed:
-        several = tuple(axes) if isinstance(axes, list | tuple) else (axes,)
+        several = tuple(axes or ()) if axes is None or isinstance(axes, list | tuple) else (axes,)
         if not isinstance(dim, str) or not all(isinstance(axis, str) for axis in several):
             faults.append(
                 f"a rule names a dim and an axis, or a tuple of axes, as texts; received "
