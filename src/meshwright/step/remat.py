@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -89,7 +89,8 @@ def _with_carry_marked(loop: Any) -> Any:
     """The function of a loop, with a mark on what a turn hands on to the next."""
     body, (_, carried) = loop.params["jaxpr"].jaxpr, _compat.scan_counts(loop)
     produced = {var for eqn in body.eqns for var in eqn.outvars}
-    marks = {var: _mark_of(var) for var in variables(body.outvars[:carried]) if var in produced}
+    handed_on = dict.fromkeys(variables(body.outvars[:carried]))
+    marks = _marks_of([var for var in handed_on if var in produced])
     handed = [
         var if hasattr(var, "val") or var not in marks else marks[var].outvars[0]
         for var in body.outvars[:carried]
@@ -99,10 +100,15 @@ def _with_carry_marked(loop: Any) -> Any:
     )
 
 
-def _mark_of(var: Any) -> Any:
-    """The equation that marks a variable."""
-    (mark,) = jax.make_jaxpr(block_output)(*shapes_of([var])).jaxpr.eqns
-    return mark.replace(invars=[var])
+def _marks_of(marked: Sequence[Any]) -> dict[Any, Any]:
+    """The equation that marks each variable.
+
+    They are traced together: JAX keeps the trace of a function, so that two marks of one shape,
+    each traced by itself, would make one and the same variable.
+    """
+    marks = jax.make_jaxpr(lambda *values: [block_output(value) for value in values])
+    eqns = marks(*shapes_of(marked)).jaxpr.eqns
+    return {var: mark.replace(invars=[var]) for var, mark in zip(marked, eqns, strict=True)}
 
 
 def blocks(remat: str) -> Cut:
