@@ -162,6 +162,20 @@ def test_of_a_plan_it_says_what_the_plan_says():
     assert report.bound_by in ("compute", "memory", "communication")
 
 
+def test_rows_of_two_inputs_are_one_dim_where_all_rows_of_one_meet_all_of_the_other():
+    """A contrastive loss scores every image with every text: the rows of one tower are gathered."""
+
+    def loss(params, batch):
+        images, texts = (batch[name] @ params[name] for name in ("images", "texts"))
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(images @ texts.T)))
+
+    names = ("images", "texts")
+    program = mw.jax_program(loss, dict.fromkeys(names, shape(IO, HIDDEN)), optax.sgd(0.1))
+    batch = dict.fromkeys(names, shape(ROWS, IO))
+    found = moved(asked((program, batch), {"batch": 8}, target="h100:8"))
+    assert found["all-gather", "batch"] >= ROWS * HIDDEN
+
+
 def test_report_and_page_say_that_nothing_was_compiled():
     report = asked(two_layers(), {"batch": 8})
     assert report.fits

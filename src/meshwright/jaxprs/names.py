@@ -20,7 +20,8 @@ class Argument:
 
     ``role`` is that of a :class:`~meshwright.ParamInfo`, or ``"input"``. ``names`` are those that
     the author gave the dims: equal ones lie alike. ``owner`` is the path of the parameter that a
-    slot belongs to, and lies as; ``order`` is the place of a parameter in its model.
+    slot belongs to, and lies as; ``order`` is the place of a parameter in its model. An input that
+    ``has_rows`` has a row of the batch for each index of its first dim.
     """
 
     path: str
@@ -28,6 +29,7 @@ class Argument:
     names: tuple[str, ...] | None = None
     owner: str | None = None
     order: int = 0
+    has_rows: bool = False
 
 
 class Created(NamedTuple):

@@ -17,6 +17,7 @@ from ..jaxprs.primitives import TABLE, opened, shape_of
 from ..jaxprs.record import Equation, Record, Tensor, Value
 from ..jaxprs.walk import LOOPS, At, follow
 from ..layouts.dim_names import ANY
+from ..layouts.placement_arguments import as_axes
 from ..targets.target import Target
 from .abstract_step import AbstractStep
 from .ahead import trace
@@ -56,10 +57,19 @@ def traced_step(described: AbstractStep) -> tuple[Any, list[Argument], int]:
         )
     leaves = jax.tree.leaves_with_path(described.state)
     state = [by_path[path[0].name, path[-1].key] for path, _ in leaves]
-    leaves = jax.tree.leaves_with_path(described.batch)
-    inputs = [Argument(input_path(path), "input") for path, _ in leaves]
+    rows = set(described.placement.batch_axes)
+    inputs = [
+        Argument(input_path(path), "input", has_rows=_has_rows(array, rows))
+        for path, array in jax.tree.leaves_with_path(described.batch)
+    ]
     needed = traced.jaxpr.replace(jaxpr=_compat.without_dead_code(traced.jaxpr))
     return needed, [*state, *inputs], len(state) if described.has_gradients else 0
+
+
+def _has_rows(array: Any, axes: set[str]) -> bool:
+    """Whether the first dim of an array of the batch is laid out as its rows are."""
+    first, *_ = (*array.sharding.spec, None)
+    return bool(axes) and set(as_axes(first)) == axes
 
 
 def input_path(path: Any) -> str:
@@ -124,6 +134,7 @@ def _begin(record: Record, variables: Sequence[Any], arguments: Sequence[Argumen
     dims = [_dims(record, v, value) for v, value in zip(variables, arguments, strict=True)]
     owners = {a.path: place for place, a in enumerate(arguments) if a.role == "parameter"}
     named: dict[str, Dim] = {}
+    rows: dict[int, Dim] = {}  # of inputs, which lie alike even if nothing compares them one by one
     values = []
     for place, argument in enumerate(arguments):
         own, var = dims[place], variables[place]
@@ -132,6 +143,8 @@ def _begin(record: Record, variables: Sequence[Any], arguments: Sequence[Argumen
             own = dims[owner]
         role = "state" if argument.role in _NEVER_SPLIT else argument.role
         values.append(record.value(var, own, argument.path, role))
+        if argument.has_rows and own:
+            record.factors.tie(rows.setdefault(shape_of(var)[0], own[0]), own[0])
         for name, dim in zip(argument.names or (), own, strict=False):
             if name != ANY:
                 record.factors.tie(named.setdefault(name, dim), dim)
