@@ -331,6 +331,20 @@ def test_a_strategy_wants_the_axis_in_its_mesh(how, what):
         mw.Sharded(mw.Mesh({"data": 4}), batch="data", pipeline=how.axis)
 
 
+@pytest.mark.parametrize("how", [mw.Pipeline("stage", 4), mw.Branches("stage")])
+def test_a_loss_that_calls_python_is_refused_beside_other_axes(how):
+    def loss(params, rows):
+        shape = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+        rows = jax.pure_callback(np.sin, shape, rows)
+        return sum((rows @ weight).mean() for weight in params)
+
+    rows = np.ones([8, 4], "float32")
+    program = mw.jax_program(loss, [np.ones([4, 4], "float32")] * 2, optax.sgd(0.1), batch=rows)
+    placement = mw.Placement.of(mesh_of({"stage": 2, "data": 2}), batch="data")
+    with pytest.raises(mw.PipelineError, match=r"calls Python by jax.pure_callback.*axis 'data'"):
+        mw.Trainer(program, placement, mw.StepOptions(pipeline=how)).init()
+
+
 def by_block(kinds):
     """An optimizer for each block: Adam, a momentum alone, or none, as for frozen weights."""
 

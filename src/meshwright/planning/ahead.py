@@ -193,10 +193,16 @@ def _export(jitted: Any, traced: Any, abstract: Any, target: Target) -> Any:
     )
     try:
         return exporting(*abstract)
-    except NotImplementedError as error:
+    except (NotImplementedError, ValueError) as error:
+        calls_back = any(eqn.primitive.name in CALLBACKS for eqn in equations(traced.jaxpr))
+        if not (calls_back or isinstance(error, NotImplementedError)):
+            raise
         advice = ""
-        if any(eqn.primitive.name in CALLBACKS for eqn in equations(traced.jaxpr)):
-            advice = " Leave jax.debug.print, jax.pure_callback and similar calls out of it."
+        if calls_back:
+            advice = (
+                " Leave jax.debug.print, jax.pure_callback and similar calls out of it, such as "
+                "equinox.error_if (EQX_ON_ERROR=nan)."
+            )
         raise CompileError(
             f"the step cannot be lowered for {target}: {str(error).rstrip('.')}.{advice}"
         ) from error

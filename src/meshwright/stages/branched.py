@@ -21,7 +21,7 @@ from ..program import Arrays, Batch, Program, TrainState
 from ..warn import warn
 from .branches import Branches, Forks, Region
 from .by_stage import from_row, packed_row, summed
-from .faults import faults_of
+from .faults import check_callbacks, faults_of
 from .line import Line
 from .packing import Packing
 from .pipeline import Pipeline
@@ -57,6 +57,7 @@ class Branched(Staged):
         """
         _check(program, placement, branches)
         traced = traced_of(program, placement, 1, abstract_of(program), program.example)
+        check_callbacks(traced.closed, placement, branches.axis, "branches")
         forks = Forks.of(Line.of(traced), placement.mesh[branches.axis])
         packing = Packing.by_owner(program, placement, branches.axis, forks.owner)
         _warn_of_idle(forks, branches.axis)

@@ -1,8 +1,11 @@
-"""What keeps a model from being cut into stages or branches, before it is traced."""
+"""What keeps a model from being cut into stages or branches."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..errors import PipelineError
+from ..jaxprs.edits import equations
 from ..layouts.placement import Placement
 from ..program import Program
 from .pipeline import Pipeline
@@ -56,6 +59,19 @@ def faults_of(program: Program, placement: Placement, axis: str, what: str) -> l
             "first, or pass a batch, for a program as mw.jax_program(..., batch=example)."
         )
     return faults
+
+
+def check_callbacks(jaxpr: Any, placement: Placement, axis: str, what: str) -> None:
+    """Refuse a loss that calls Python on the host, which JAX does not lower beside other axes."""
+    beside = [name for name in placement.mesh.axis_names if name != axis]
+    names = (eqn.primitive.name for eqn in equations(jaxpr))
+    called = next((name for name in names if name in ("pure_callback", "io_callback")), None)
+    if called is not None and beside:
+        raise PipelineError(
+            f"the loss calls Python by jax.{called}, which JAX does not support in {what} beside "
+            f"axis {beside[0]!r} of the mesh. Leave the call out, or the other axes. Checks by "
+            "equinox.error_if, as in Diffrax, are such calls: EQX_ON_ERROR=nan leaves them out."
+        )
 
 
 def no_axis(placement: Placement, axis: str, what: str) -> str:

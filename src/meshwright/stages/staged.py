@@ -20,7 +20,7 @@ from ..warn import warn
 from .apart import apart
 from .cuts import line_cuts, sizes_of, warn_of_loop
 from .deal import Deal
-from .faults import check_stages
+from .faults import check_callbacks, check_stages
 from .line import Line
 from .lookups import with_whole_lookups
 from .loops import without_loops
@@ -93,6 +93,7 @@ class Staged:
         micro = _micro(program.example, pipeline.micro_batches)
         count = pipeline.micro_batches
         traced = traced_of(program, placement, count, abstract_of(program), micro)
+        check_callbacks(traced.closed, placement, pipeline.axis, "stages")
         cut, why = _cut(program, traced, placement, pipeline)
         may_share = False
         notes = () if why is None else (f"the stages differ: {why}",)
