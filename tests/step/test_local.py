@@ -66,6 +66,20 @@ def test_replicas_take_their_own_steps_and_are_averaged() -> None:
     assert float(logs["loss"]) > 0
 
 
+def test_complex_parameters_are_averaged_and_logs_may_be_plain_numbers() -> None:
+    def spectrum(params: Any, batch: Any) -> Any:
+        return loss({"w": jnp.abs(params["c"]), "b": 0.0}, batch), {"halves": 0.5, "count": 2}
+
+    c = PARAMS["w"] + 1j * PARAMS["w"][::-1]
+    program = mw.jax_program(spectrum, {"c": c}, optax.sgd(0.1))
+    placement = mw.Placement.of(mw.create_mesh({"batch": REPLICAS}, jax.devices()[:REPLICAS]))
+    trainer = mw.Trainer(program, placement, mw.StepOptions(local=mw.LocalSGD(1)))
+    state, logs = trainer.step(trainer.init(), BATCHES[0])
+    gradient = jax.grad(lambda c: spectrum({"c": c}, BATCHES[0])[0])(c)
+    np.testing.assert_allclose(state.params["c"], c - 0.1 * gradient, atol=1e-6)
+    assert (float(logs["halves"]), float(logs["count"])) == (0.5, 2)
+
+
 def test_counts_that_differ_between_replicas_are_one_number_afterwards() -> None:
     """One replica leaves its steps out, for its rows are not finite."""
     program = mw.jax_program(loss, PARAMS, optax.apply_if_finite(optax.adam(0.1), 5))

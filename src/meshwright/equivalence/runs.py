@@ -344,15 +344,15 @@ def _loss(logs: Any) -> list[float]:
     return [float(np.asarray(logs["loss"]))] if "loss" in logs else []
 
 
-def _is_floating(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+def _is_inexact(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def _shaken(tree: Any, eps: float, draw: np.random.Generator) -> Any:
-    """The tree with each float element changed by up to ``eps`` of itself."""
+    """The tree with each real or complex element changed by up to ``eps`` of itself."""
 
     def shaken(leaf: Any) -> Any:
-        if not _is_floating(leaf):
+        if not _is_inexact(leaf):
             return leaf
         leaf = np.asarray(leaf)
         return (leaf * (1 + eps * draw.uniform(-1, 1, leaf.shape))).astype(leaf.dtype)
@@ -362,17 +362,20 @@ def _shaken(tree: Any, eps: float, draw: np.random.Generator) -> Any:
 
 def _widened(batch: Any) -> Any:
     def wide(leaf: Any) -> Any:
-        return np.asarray(leaf, np.float64) if _is_floating(leaf) else leaf
+        if not _is_inexact(leaf):
+            return leaf
+        is_complex = jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating)
+        return np.asarray(leaf, np.complex128 if is_complex else np.float64)
 
     return jax.tree.map(wide, batch)
 
 
 def _floats(jaxpr: Any) -> set[Any]:
-    """The float dtypes of all that a jaxpr computes."""
+    """The float dtypes of all that a jaxpr computes; of complex numbers, those of their parts."""
     names = set()
     for eqn in equations(jaxpr):
         for var in eqn.outvars:
             dtype = getattr(var.aval, "dtype", None)
-            if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-                names.add(jnp.dtype(dtype))
+            if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+                names.add(jnp.dtype(jnp.finfo(dtype).dtype))
     return names or {jnp.dtype("float32")}

@@ -185,11 +185,12 @@ class _Seen:
         self._have_rows: list[bool] = []
 
     def leaves(self, losses: Any, batches: Any) -> list[Any]:
-        """The arrays of one replica."""
+        """The arrays of one replica; logs may be plain numbers, too."""
         import jax
+        import jax.numpy as jnp
 
         rows = {leaf.shape[0] for leaf in jax.tree.leaves(batches) if leaf.ndim}
-        leaves, self._structure = jax.tree.flatten(losses)
+        leaves, self._structure = jax.tree.flatten(jax.tree.map(jnp.asarray, losses))
         self._have_rows = [leaf.ndim > 0 and leaf.shape[0] in rows for leaf in leaves]
         pairs = zip(leaves, self._have_rows, strict=True)
         return [leaf if has_rows else leaf[None] for leaf, has_rows in pairs]
@@ -230,7 +231,7 @@ def _on_replicas(replica: Callable[..., Any], placement: Placement) -> Callable[
 
 
 def _mean(tree: Any, placement: Placement) -> Any:
-    """The mean of floating-point arrays over replicas, and the largest of whole numbers.
+    """The mean of real and complex arrays over replicas, and the largest of whole numbers.
 
     These are mostly the same in all; but an optimizer may count the steps that it has left out.
     """
@@ -238,12 +239,12 @@ def _mean(tree: Any, placement: Placement) -> Any:
     import jax.numpy as jnp
 
     leaves, structure = jax.tree.flatten(tree)
-    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     mesh, axes = placement.mesh.jax_mesh, placement.batch_axes
-    sums = sum_within([leaves[i] for i in floats], mesh, axes, PLAIN_SUM)
-    for i, total in zip(floats, sums, strict=True):
+    sums = sum_within([leaves[i] for i in inexact], mesh, axes, PLAIN_SUM)
+    for i, total in zip(inexact, sums, strict=True):
         leaves[i] = total / placement.batch_shards
-    for i in {*range(len(leaves))} - {*floats} if axes else ():
+    for i in {*range(len(leaves))} - {*inexact} if axes else ():
         leaf = leaves[i]
         number = leaf.astype("int32") if leaf.dtype == bool else leaf
         leaves[i] = jax.lax.pmax(number, axes).astype(leaf.dtype)
