@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import meshwright as mw
 
@@ -177,3 +178,10 @@ def test_a_function_that_makes_something_else_than_arrays_says_what():
         mw.jax_program(
             lambda p, x: 0.0, lambda: {"w": jnp.ones([4]), "act": "relu"}, optax.sgd(0.1)
         )
+
+
+def test_the_optimizer_of_flax_is_refused_in_a_line_with_the_way_out():
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    with pytest.raises(mw.ModelError, match=r"^expected an Optax .{,160} Pass its tx\.$"):
+        mw.jax_program(lambda params, x: 0.0, {"w": 1.0}, optimizer)

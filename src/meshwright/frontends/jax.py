@@ -117,9 +117,11 @@ def program_of(
     ``loss(params, batch, **more)`` takes what ``extras`` says, and ``state`` where there is one.
     """
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        what = " ".join(reprlib.repr(optimizer).split())
+        inner = " Pass its tx." if hasattr(optimizer, "tx") else ""  # that of Flax holds one
         raise ModelError(
             "expected an Optax optimizer, such as optax.adam(0.001); received "
-            f"{optimizer!r}, which has no init and update."
+            f"{what}, which has no init and update.{inner}"
         )
     make, shapes = made(params)
     slot_shapes = jax.eval_shape(optimizer.init, shapes)
