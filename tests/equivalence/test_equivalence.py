@@ -400,3 +400,13 @@ def test_a_build_that_makes_another_model_each_time_is_told() -> None:
 
     with pytest.raises(mw.ModelError, match=r"missing \['b'\], added \['c'\]"):
         check(build, "batch=8")
+
+
+def test_a_build_that_draws_another_batch_each_time_is_told() -> None:
+    draw = np.random.default_rng(0)
+
+    def build() -> Any:
+        return linear()[0], {"x": draw.random([32, 12]), "y": X[:, :1]}
+
+    with pytest.raises(mw.ModelError, match="returned another batch than for one device"):
+        check(build, "batch=8", steps=1)

@@ -54,7 +54,7 @@ def check(
         for setup in variants:
             with faults, under(setup.mesh):
                 with _warnings() as warned:
-                    run = under_mesh(build, setup, seed, double, steps, oracle.is_pure, **more)
+                    run = under_mesh(build, setup, seed, double, steps, oracle, **more)
                 notes = (*setup.notes, *warned)
                 results.append(judge(setup.mesh, run, one, again, tolerance, notes))
         faults.refuse()

@@ -98,15 +98,30 @@ class OneDevice:
 
 
 def under_mesh(
-    build: Build, setup: Setup, seed: int, double: bool, steps: int, is_pure: bool, **more: Any
+    build: Build, setup: Setup, seed: int, double: bool, steps: int, oracle: OneDevice, **more: Any
 ) -> Run:
     """Train as a user would: the model built under the strategy, its own step, its own batches."""
-    if is_pure:
+    if oracle.is_pure:
         case = _built(build, seed, double, contextlib.nullcontext(), **more)
+        _check_batches(case, oracle.case)
         return _run_pure(case, setup, steps)
     strategy = _strategy(setup)
     case = _built(build, seed, double, strategy.scope(), strategy, **more)
+    _check_batches(case, oracle.case)
     return _run_keras(case, setup, strategy, steps)
+
+
+def _check_batches(case: Case, first: Case) -> None:
+    """Refuse to compare what was trained on other data."""
+    arrays, before = (list(map(as_numpy, jax.tree.leaves(of.batches))) for of in (case, first))
+    pairs = zip(arrays, before, strict=False)
+    same = all(one.shape == two.shape and one.tobytes() == two.tobytes() for one, two in pairs)
+    if not same or len(arrays) != len(before):
+        raise ModelError(
+            "build() returned another batch than for one device. It is called once for each mesh "
+            "and must return the same data on every call: draw them inside of it, by a generator "
+            "of a fixed seed."
+        )
 
 
 def _run_keras(case: Case, setup: Setup, strategy: Any, num_steps: int) -> Run:
