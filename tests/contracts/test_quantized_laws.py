@@ -76,6 +76,22 @@ def test_a_quantized_model_predicts_and_trains_as_on_one_device(mode: str, name:
         assert gap <= 1e-5, path
 
 
+def test_a_trained_model_is_quantized_though_its_optimizer_keeps_the_slots_of_old_kernels() -> None:
+    strategy = mw.Sharded(mw.create_mesh({"batch": 4, "model": 2}), {"kernel": [None, "model"]})
+    x = TARGETS.reshape(-1, 4)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([4]), layers.Dense(4, name="h")])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    strategy.fit(model, x, x, verbose=0)
+    model.get_layer("h").quantize("int8")
+    actual, expected = strategy.predict(model, x, verbose=0), model.predict(x, verbose=0)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+    slots = {
+        path: layout for path, layout in layouts_of(model, strategy).items() if "momentum" in path
+    }
+    assert "[unsharded, model]" in slots.values()
+
+
 def layouts_of(model: keras.Model, strategy: mw.Sharded) -> dict[str, str]:
     return {
         variable.info.path: str(variable.layout.unbound())

@@ -59,6 +59,9 @@ class KerasVariables:
         others = {info.path for info in infos.values()}
         for slot in slots:
             owner = parameter_of(slot)
+            if owner is not None and id(owner) not in infos:
+                # The model has dropped it, as `quantize` does, and its slots lie as they did.
+                infos[id(owner)] = distinct(other_info(owner, "parameter"), others)
             infos[id(slot)] = distinct(slot_info(slot, owner, infos.get(id(owner))), others)
         for metric in metrics:
             infos[id(metric)] = distinct(other_info(metric, "metric"), others)
