@@ -46,6 +46,9 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "validation from a PyDataset": lambda: {
         "x": X, "y": Y, "batch_size": 16, "validation_data": Batches(X, Y), "validation_steps": 2,
     },
+    "validation from a generator": lambda: {  # the second one has the first batches again
+        "x": X, "y": Y, "batch_size": 16, "validation_data": generator(), "validation_steps": 2,
+    },
 }  # fmt: skip
 
 

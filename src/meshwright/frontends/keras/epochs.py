@@ -102,6 +102,11 @@ class Epochs:
             return _arrays_of(batch)
         raise BatchError("the data holds no batch.")
 
+    def again(self) -> None:
+        """Begin the data again; Keras keeps no more of a generator than its first two batches."""
+        self._epochs.reset()
+        self._peeked = None
+
     def pad_where(self, row_wise: RowWise) -> None:
         """Pad batches that do not divide where rows leave each other alone."""
         self._row_wise = row_wise

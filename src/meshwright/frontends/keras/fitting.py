@@ -78,10 +78,14 @@ def fit(
     guard.stored_by(functions.steps.outside)
     epochs.pad_where(functions.row_wise)
 
+    held_out: list[Epochs] = []  # one reader for all validations, as in Keras
+
     def measure() -> Logs:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(validation.data)
-        held_out = Data(x, y, weights, validation.batch_size, validation.steps)
-        return _evaluate(strategy, model, held_out, "auto", callbacks)
+        data = Data(x, y, weights, validation.batch_size, validation.steps)
+        over = _Pass.of(strategy, model, data, "auto", callbacks, "test", *held_out)
+        held_out[:] = [over.epochs]
+        return _measured(model, over)
 
     steps = KerasSteps(
         strategy,
@@ -110,13 +114,10 @@ def evaluate(
 ) -> Logs:
     """See :meth:`Sharded.evaluate`; what it measures, by name."""
     _agree_on_pass("evaluate", strategy, model, data)
-    return _evaluate(strategy, model, data, verbose, callbacks)
+    return _measured(model, _Pass.of(strategy, model, data, verbose, callbacks, "test"))
 
 
-def _evaluate(
-    strategy: Sharded, model: keras.Model, data: Data, verbose: str | int, callbacks: Any
-) -> Logs:
-    over = _Pass.of(strategy, model, data, verbose, callbacks, "test")
+def _measured(model: keras.Model, over: _Pass) -> Logs:
     callbacks = over.callbacks
     model.stop_evaluating = False
     model.reset_metrics()
@@ -196,8 +197,12 @@ class _Pass(NamedTuple):
         verbose: str | int,
         callbacks: Any,
         kind: Kind,
+        epochs: Epochs | None = None,
     ) -> _Pass:
-        """To evaluate or to predict; raises for invalid arguments before any work."""
+        """To evaluate or to predict; raises for invalid arguments before any work.
+
+        ``epochs`` are those of an earlier pass over the same data.
+        """
         predicts = kind == "predict"
         (check_model if predicts else check_compiled)(model)
         check_options(
@@ -205,7 +210,10 @@ class _Pass(NamedTuple):
         )
         check_data(model, data, kind)
         strategy = strategy.unstaged
-        epochs = Epochs(strategy.placement, model, data, kind)
+        if epochs is None:
+            epochs = Epochs(strategy.placement, model, data, kind)
+        else:
+            epochs.again()
         variables = strategy.prepare(model, epochs.first_batch, forward_only=predicts)
         functions = functions_of(strategy, model, variables)
         epochs.pad_where(functions.row_wise)
