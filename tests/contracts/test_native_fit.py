@@ -202,3 +202,14 @@ def test_keras_own_fit_on_a_mesh_of_one_device_finds_every_variable_on_the_mesh(
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     lying = {type(variable.value.sharding) for variable in variables}
     assert lying == {jax.sharding.NamedSharding}
+
+
+@pytest.mark.parametrize(("rows", "pieces"), [(8, 8), (3, 1)])
+def test_the_layout_of_a_batch_is_one_that_keras_lays_arrays_out_by(rows: int, pieces: int) -> None:
+    """Keras Hub's ``generate`` asks a strategy so for the layouts of its prompts."""
+    axes = ("batch", "model")
+    strategy = mw.Sharded(mw.create_mesh({"batch": 4, "model": 2}), batch=axes)
+    layout = strategy.get_data_layout((rows, 4))
+    laid_out = keras.distribution.distribute_tensor(np.ones([rows, 4]), layout)
+    assert layout.axes == ((axes, None) if pieces > 1 else (None, None))
+    assert len({str(shard.index) for shard in laid_out.addressable_shards}) == pieces

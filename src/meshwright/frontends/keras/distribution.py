@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import keras
 
 from ... import _compat
 from ...data import put
 from ...errors import ModelError, TopologyError
+from ...layouts.layout import Layout
 from ...layouts.mesh import Mesh
 from ...layouts.params import ParamInfo, Placed
 from ...layouts.placement import Placement
@@ -30,10 +31,16 @@ _compat.add_layout_property(layout_of)
 _Distribution: Any = _compat.keras_distribution_class()
 
 
-class _Laid(NamedTuple):
-    """What Keras reads a layout from."""
+class _Laid(keras.distribution.TensorLayout):
+    """A layout as Keras reads it, and as ``keras.distribution.distribute_tensor`` takes it."""
 
-    backend_layout: Any
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout.partition_spec)  # without the mesh: Keras' has one axis for a dim
+        self._sharding = layout.sharding
+
+    @property
+    def backend_layout(self) -> Any:
+        return self._sharding
 
 
 class LaidOut(_Distribution):
@@ -118,7 +125,7 @@ class LaidOut(_Distribution):
     def get_data_layout(self, data_shape: Sequence[int]) -> Any:
         """Keras' question: the layout of a batch, of which it knows only the shape."""
         batches.refuse_named_inputs(self.placement)
-        return _Laid(batches.by_shape(self.placement, tuple(data_shape)).sharding)
+        return _Laid(batches.by_shape(self.placement, tuple(data_shape)))
 
     def get_variable_layout(self, variable: Any) -> Any:
         """Keras' question: the sharding of a variable."""
