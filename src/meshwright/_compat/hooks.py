@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
@@ -101,6 +103,33 @@ _OF_ONE_BATCH = {
 }
 
 
+_asked: contextvars.ContextVar[Any] = contextvars.ContextVar("asked", default=None)
+
+
+class _HandedOn(BaseException):
+    """Ends a model's own ``fit`` where it calls Keras'."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def handed_on(model: Any, method: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What a model's own ``fit``, ``evaluate`` or ``predict`` hands on to Keras', which is not run;
+    the hooks must be installed.
+
+    Keras Hub's ``PipelineModel`` (0.32) prepares its data there and has no method for that alone.
+    """
+    token = _asked.set(model)
+    try:
+        getattr(model, method)(**given)
+    except _HandedOn as end:
+        return end.arguments
+    finally:
+        _asked.reset(token)
+    raise AssertionError(f"{type(model).__name__}.{method} does not call that of keras.Model")
+
+
 class _Around:
     """Keras' own functions with the hooks around them."""
 
@@ -149,6 +178,8 @@ class _Around:
         return original(tensor, layout) if ours is NotImplemented else ours
 
     def guarded(self, original: Any, model: Any, *args: Any, **kw: Any) -> Any:
+        if _asked.get() is model:
+            raise _HandedOn(inspect.signature(original).bind(model, *args, **kw).arguments)
         with self.hooks.keep_weights(model), self.hooks.in_keras():
             return original(model, *args, **kw)
 

@@ -35,6 +35,7 @@ from .facts import fit_facts, pass_facts
 from .memory import separate
 from .nan_guard import FiniteGuard, NanGuard, check_nan_guard
 from .options import check_compiled, check_data, check_fit, check_model, check_options
+from .preprocessing import preprocessed
 from .program import KerasVariables, read_state, write_state
 from .rowwise import Kind
 from .steps import KerasSteps, WorkRates
@@ -56,7 +57,7 @@ def fit(
 ) -> keras.callbacks.History:
     """See :meth:`Sharded.fit`; ``saver`` makes one when all else was checked."""
     check_nan_guard(nan_guard)
-    data, validation = check_fit(model, data, validation, schedule)
+    data, validation, schedule = check_fit(model, data, validation, schedule)
     saves = saver()
     agree("fit", lambda: fit_facts(strategy, model, data, validation, schedule, saves))
     epochs = Epochs(strategy.placement, model, data)
@@ -83,7 +84,7 @@ def fit(
     def measure() -> Logs:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(validation.data)
         data = Data(x, y, weights, validation.batch_size, validation.steps)
-        over = _Pass.of(strategy, model, data, "auto", callbacks, "test", *held_out)
+        over = _Pass.of(strategy, model, data, "auto", callbacks, "test", *held_out, raw=False)
         held_out[:] = [over.epochs]
         return _measured(model, over)
 
@@ -198,16 +199,20 @@ class _Pass(NamedTuple):
         callbacks: Any,
         kind: Kind,
         epochs: Epochs | None = None,
+        raw: bool = True,
     ) -> _Pass:
         """To evaluate or to predict; raises for invalid arguments before any work.
 
-        ``epochs`` are those of an earlier pass over the same data.
+        ``epochs`` are those of an earlier pass over the same data. Data that are not ``raw`` were
+        preprocessed with those of ``fit``.
         """
         predicts = kind == "predict"
         (check_model if predicts else check_compiled)(model)
         check_options(
             batch_size=data.batch_size, verbose=verbose, steps=data.steps, callbacks=callbacks
         )
+        if raw:
+            data = preprocessed(model, "predict" if predicts else "evaluate", data)
         check_data(model, data, kind)
         strategy = strategy.unstaged
         if epochs is None:

@@ -16,6 +16,7 @@ from ... import _compat
 from ...data.putter import holds_numbers, not_numbers_text, symbolic_text
 from ...errors import DataError, ModelError
 from ...run.options import Data, Schedule, Validation
+from .preprocessing import preprocessed_to_fit
 
 
 def check_model(model: Any) -> None:
@@ -41,8 +42,8 @@ def check_compiled(model: Any) -> None:
 
 def check_fit(
     model: Any, data: Data, validation: Validation, schedule: Schedule
-) -> tuple[Data, Validation]:
-    """The data to train and to validate on, after a split if one is asked for.
+) -> tuple[Data, Validation, Schedule]:
+    """The data to train and to validate on, after a split if one is asked for, and the schedule.
 
     Raises :class:`ModelError` and :class:`DataError` for invalid arguments.
     """
@@ -51,6 +52,7 @@ def check_fit(
     reading |= {"shuffle": data.shuffle, "class_weight": data.class_weight}
     held_out = {f"validation_{name}": v for name, v in vars(validation).items() if name != "data"}
     check_options(**reading, **vars(schedule), **held_out)
+    data, validation, schedule = preprocessed_to_fit(model, data, validation, schedule)
     check_data(model, data)
     _check_validation(validation.data)
     if validation.split and validation.data is None:
@@ -59,7 +61,8 @@ def check_fit(
         )
         data = replace(data, **dict(zip(("x", "y", "sample_weight"), arrays, strict=True)))
         validation = replace(validation, data=held_out)
-    return data, replace(validation, batch_size=validation.batch_size or data.batch_size)
+    validation = replace(validation, batch_size=validation.batch_size or data.batch_size)
+    return data, validation, schedule
 
 
 def _check_own_step(model: keras.Model, method: str) -> None:

@@ -16,6 +16,7 @@ from ...errors import DataError
 from ...frontends.keras.callbacks import KerasCallbacks
 from ...frontends.keras.memory import separate
 from ...frontends.keras.options import check_compiled, check_fit, check_options
+from ...frontends.keras.preprocessing import refuse_to_preprocess
 from ...program import Logs
 from ...run.epochs import Run
 from ...run.options import Data, Schedule, Validation
@@ -52,7 +53,8 @@ def fit(
     compression: str | Compression | None,
 ) -> keras.callbacks.History:
     """See :meth:`ParameterServer.fit`; ``saver`` makes one when all else was checked."""
-    data, validation = check_fit(model, data, validation, schedule)
+    refuse_to_preprocess(model, data.x)
+    data, validation, schedule = check_fit(model, data, validation, schedule)
     check_sharding(input_options.sharding)
     how, workers = compression_of(compression), strategy.num_workers
     feed = feed_of(data, schedule.epochs, num_workers=workers, seed=input_options.seed)
@@ -97,6 +99,7 @@ def evaluate(
     """See :meth:`ParameterServer.evaluate`; what it measures, by name."""
     check_compiled(model)
     check_options(batch_size=data.batch_size, verbose=verbose, steps=data.steps)
+    refuse_to_preprocess(model, data.x)
     workers = strategy.num_workers
     feed = feed_of(data, num_workers=workers)
     of_model = served(Subject(strategy, model, feed.examples, tables), any_rows=not feed.alike)

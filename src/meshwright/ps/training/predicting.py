@@ -16,6 +16,7 @@ import numpy as np
 from ... import _compat
 from ...errors import BatchError
 from ...frontends.keras.options import check_model, check_options
+from ...frontends.keras.preprocessing import refuse_to_preprocess
 from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Aux, Batch, Program, TrainState
 from ...run.options import Data
@@ -38,6 +39,7 @@ def predict(
     """See :meth:`ParameterServer.predict`."""
     check_model(model)
     check_options(batch_size=data.batch_size, verbose=verbose, steps=data.steps)
+    refuse_to_preprocess(model, data.x)
     workers = strategy.num_workers
     feed = feed_of(data, num_workers=workers)
     batches = [inputs_of(example) for example in feed.examples]

@@ -1,0 +1,98 @@
+"""Models that make numbers of raw data in their own ``fit``, as Keras Hub's tasks do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import meshwright as mw
+
+TEXTS = np.array(["a", "bb", "ccc", "dddd", "eeeee"] * 4)
+Y = np.char.str_len(TEXTS)[:, None] / 5.0
+HOW: Any = {"batch_size": 8, "verbose": 0}
+
+
+class _Read(keras.utils.PyDataset):
+    """Batches of rows that a task has preprocessed."""
+
+    def __init__(self, task: Any, size: int, *arrays: Any) -> None:
+        super().__init__()
+        self._task, self._size, self._arrays = task, size, arrays
+
+    def __len__(self) -> int:
+        return -(-len(self._arrays[0]) // self._size)
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(self._size * index, self._size * (index + 1))
+        return self._task.preprocess_samples(*(a if a is None else a[rows] for a in self._arrays))
+
+
+class Task(keras.Sequential):
+    """What ``keras_hub.models.Task`` does: text and images never reach Keras' own methods."""
+
+    preprocessor: Any = staticmethod(lambda texts: np.char.str_len(texts)[:, None] / 10.0)
+
+    def preprocess_samples(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
+        return keras.utils.pack_x_y_sample_weight(self.preprocessor(x), y, sample_weight)
+
+    def fit(
+        self, x: Any = None, y: Any = None, batch_size: Any = None, validation_data: Any = None,
+        validation_split: Any = None, sample_weight: Any = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        kept = int(len(x) * (1 - (validation_split or 0)))
+        if validation_split:
+            validation_data = x[kept:], y[kept:]
+        held_out = _Read(self, batch_size, *validation_data) if validation_data else None
+        data = _Read(self, batch_size, x[:kept], y[:kept])
+        return super().fit(x=data, validation_data=held_out, **options)
+
+    def evaluate(
+        self, x: Any = None, y: Any = None, batch_size: Any = None, sample_weight: Any = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        if not options.get("_use_cached_eval_dataset"):
+            x = _Read(self, batch_size, x, y, sample_weight)
+        return super().evaluate(x=x, **options)
+
+    def predict(self, x: Any, batch_size: Any = None, **options: Any) -> Any:
+        return super().predict(x=_Read(self, batch_size, x), **options)
+
+
+def build() -> Task:
+    keras.utils.set_random_seed(1)
+    model = Task([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Your `PyDataset` class should call")
+def test_a_task_trains_on_text_as_on_one_device() -> None:
+    alone, strategy = build(), mw.DataParallel(mw.create_mesh({"batch": 8}))
+    with strategy.scope():
+        model = build()
+    options: Any = {"epochs": 2, "shuffle": False, "validation_split": 0.4, **HOW}
+    expected = alone.fit(TEXTS, Y, **options)
+    actual = strategy.fit(model, TEXTS, Y, **options)
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(actual.history[name], values, rtol=1e-5, err_msg=name)
+    weighed = {"sample_weight": np.linspace(0, 1, 20), **HOW}
+    np.testing.assert_allclose(
+        strategy.evaluate(model, TEXTS, Y, **weighed), alone.evaluate(TEXTS, Y, **weighed), 1e-5
+    )
+    outputs = strategy.predict(model, TEXTS, **HOW)
+    np.testing.assert_allclose(outputs, alone.predict(TEXTS, **HOW), rtol=1e-5)
+
+
+def test_a_task_is_given_numbers_on_parameter_servers_and_without_its_preprocessor() -> None:
+    model, strategy = build(), mw.ParameterServer()
+    for call in (strategy.fit, strategy.evaluate):
+        with pytest.raises(mw.ModelError, match=r"workers do not have its code.*preprocessor\(x\)"):
+            call(model, TEXTS, Y, **HOW)
+    with pytest.raises(mw.ModelError, match="workers do not have its code"):
+        strategy.predict(model, TEXTS, **HOW)
+    model.preprocessor = None
+    with pytest.raises(mw.DataError, match="Convert strings to ids first"):
+        mw.DataParallel(mw.create_mesh({"batch": 8})).fit(model, TEXTS, Y, **HOW)
