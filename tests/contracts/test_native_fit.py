@@ -210,6 +210,6 @@ def test_the_layout_of_a_batch_is_one_that_keras_lays_arrays_out_by(rows: int, p
     axes = ("batch", "model")
     strategy = mw.Sharded(mw.create_mesh({"batch": 4, "model": 2}), batch=axes)
     layout = strategy.get_data_layout((rows, 4))
-    laid_out = keras.distribution.distribute_tensor(np.ones([rows, 4]), layout)
+    laid_out: Any = keras.distribution.distribute_tensor(np.ones([rows, 4]), layout)
     assert layout.axes == ((axes, None) if pieces > 1 else (None, None))
     assert len({str(shard.index) for shard in laid_out.addressable_shards}) == pieces
