@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import meshwright as mw
+from meshwright.frontends.program_values import arrays_by_path
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(16, 4)).astype("float32")
@@ -87,6 +88,8 @@ def test_rules_split_what_the_model_names(name: str) -> None:
     last = "last" if name == "nnx" else "last/kernel"
     assert str(explanation[last].layout.unbound()) == "[model, unsharded]"
     assert str(explanation["first/bias"].layout.unbound()) == "[unsharded]"
+
+    assert {*arrays_by_path(params)} == {*state.params}  # as servers take them
 
     alone, slots = params(), optimizer.init(params())
     for _ in range(3):

@@ -29,9 +29,10 @@ def batch():
     return np.asarray(x), np.asarray(y[:, :4])
 
 
-def test_an_equinox_module_trains_as_optax_trains_it_alone():
+@pytest.mark.parametrize("params", [network(), network], ids=["made", "made by a function"])
+def test_an_equinox_module_trains_as_optax_trains_it_alone(params):
     model, optimizer = network(), optax.adam(0.01)
-    program = mw.jax_program(loss, model, optimizer, forward=lambda m, x: jax.vmap(m)(x))
+    program = mw.jax_program(loss, params, optimizer, forward=lambda m, x: jax.vmap(m)(x))
     paths = [info.path for info in program.params]
     assert paths[:2] == ["layers/0/weight", "layers/0/bias"]
     assert len(paths) == 6

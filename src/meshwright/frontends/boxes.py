@@ -24,10 +24,11 @@ _KINDS = (("flax.core.meta", "AxisMetadata"), ("flax.nnx", "Variable"))
 
 def tree_of(tree: Any) -> Tree:
     """The paths of a tree's arrays, without the ends that variables of Flax add to them."""
-    return Tree(tree, _is_box, _names_of)
+    return Tree(tree, is_box, _names_of)
 
 
-def _is_box(node: Any) -> bool:
+def is_box(node: Any) -> bool:
+    """Whether a node of a tree is such a variable, and holds one array."""
     kinds = tuple(
         getattr(sys.modules[module], name) for module, name in _KINDS if module in sys.modules
     )
@@ -36,7 +37,7 @@ def _is_box(node: Any) -> bool:
 
 def _names_of(node: Any) -> DimNames | None:
     """What the model calls the dims; none where an optimizer has made another array of it."""
-    if not _is_box(node):
+    if not is_box(node):
         return None
     (array,) = jax.tree.leaves(node)
     names = getattr(node, _ATTRIBUTE, None) or _metadata(node)

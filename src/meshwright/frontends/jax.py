@@ -47,7 +47,7 @@ def jax_program(
     arguments that makes one; the function is traced, so that each array can be made directly in its
     layout. Where it is a pytree of ``jax.ShapeDtypeStruct``, the program is one to plan with. A
     pytree that can be called, such as an Equinox module, is parameters: its arrays; what else is in
-    it stays. ``optimizer`` is Optax' pair of functions ``init`` and ``update``; an
+    it stays, also where the function makes it. ``optimizer`` is Optax' pair of functions ``init`` and ``update``; an
     update that computes with ``value=`` gets the mean loss of the step. ``forward(params,
     inputs)`` is only needed for prediction. ``state`` is a pytree, as ``params``, of what a model
     keeps beside its parameters and does not train, such as the batch statistics of Flax: the loss
@@ -71,10 +71,9 @@ def jax_program(
     """
     extras = Extras.of(loss, seed, is_stateful=state is not None)
     kept = None if state is None else state_of(*made(state))
-    if callable(params) and not makes_parameters(params):
-        params, rest = _parted(params)
-        loss = _filled_up(loss, rest)
-        forward = None if forward is None else _filled_up(forward, rest)
+    rest = _Rest()
+    params, loss = rest.taken_from(params), rest.filling(loss)
+    forward = None if forward is None else rest.filling(forward)
     program = program_of(loss, params, optimizer, forward, name, tree_of, extras, kept)
     return program if batch is None else replace(program, example=shapes_of(batch))
 
@@ -84,9 +83,8 @@ def forward_program(
 ) -> Program:
     """A Program that can only predict: ``forward(params, inputs)``, which is never trained."""
     name = getattr(forward, "__name__", "function")
-    if callable(params) and not makes_parameters(params):
-        params, rest = _parted(params)
-        forward = _filled_up(forward, rest)
+    rest = _Rest()
+    params, forward = rest.taken_from(params), rest.filling(forward)
     return program_of(_not_trained, params, _NoOptimizer, forward, name, tree_of, Extras((), 0))
 
 
@@ -370,20 +368,43 @@ def _parted(tree: Any) -> tuple[Any, Any]:
     return arrays, jax.tree.map(lambda leaf: None if is_array(leaf) else leaf, tree)
 
 
-def _filled_up(function: Callable[..., Any], rest: Any) -> Callable[..., Any]:
-    """The function of arrays alone, which gets ``rest`` with them in one tree."""
+class _Rest:
+    """What a pytree that can be called has beside its arrays, such as an Equinox module."""
 
-    @functools.wraps(function)
-    def filled(arrays: Any, *args: Any, **options: Any) -> Any:
-        tree = jax.tree.map(
+    def __init__(self) -> None:
+        self._others: Any = None  # until it has been made; of other pytrees for ever
+
+    def taken_from(self, params: Any) -> Any:
+        """Parameters, or the function that makes them, without it."""
+        if not makes_parameters(params):
+            return self._arrays_of(params)
+        _refuse_arguments(params)
+        return lambda: self._arrays_of(params())
+
+    def filling(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of arrays alone, which gets the rest with them in one tree."""
+
+        @functools.wraps(function)
+        def filled(arrays: Any, *args: Any, **options: Any) -> Any:
+            return function(self._whole(arrays), *args, **options)
+
+        return filled
+
+    def _arrays_of(self, tree: Any) -> Any:
+        if not callable(tree):
+            return tree
+        arrays, self._others = _parted(tree)
+        return arrays
+
+    def _whole(self, arrays: Any) -> Any:
+        if self._others is None:
+            return arrays
+        return jax.tree.map(
             lambda array, other: other if array is None else array,
             arrays,
-            rest,
+            self._others,
             is_leaf=lambda leaf: leaf is None,
         )
-        return function(tree, *args, **options)
-
-    return filled
 
 
 def shapes_of(batch: Any) -> Any:

@@ -14,6 +14,7 @@ from ..errors import ModelError
 from ..layouts.params import ParamInfo
 from ..named.array import NamedArray
 from ..program import Arrays, Program, TrainState
+from .boxes import is_box
 from .jax import arrays_of, makes_parameters
 from .trees import Tree
 
@@ -57,8 +58,8 @@ def arrays_by_path(params: Any) -> Arrays:
     >>> arrays_by_path({"layer": {"w": 1.0}})
     {'layer/w': 1.0}
     """
-    tree = params() if makes_parameters(params) else arrays_of(params)
-    return Tree(tree, lambda node: isinstance(node, NamedArray)).named(tree)
+    tree = arrays_of(params() if makes_parameters(params) else params)
+    return Tree(tree, lambda node: isinstance(node, NamedArray) or is_box(node)).named(tree)
 
 
 def _faults(values: Mapping[str, Any], infos: Iterable[ParamInfo]) -> list[str]:
