@@ -47,14 +47,15 @@ def jax_program(
     arguments that makes one; the function is traced, so that each array can be made directly in its
     layout. Where it is a pytree of ``jax.ShapeDtypeStruct``, the program is one to plan with. A
     pytree that can be called, such as an Equinox module, is parameters: its arrays; what else is in
-    it stays, also where the function makes it. ``optimizer`` is Optax' pair of functions ``init`` and ``update``; an
-    update that computes with ``value=`` gets the mean loss of the step. ``forward(params,
-    inputs)`` is only needed for prediction. ``state`` is a pytree, as ``params``, of what a model
-    keeps beside its parameters and does not train, such as the batch statistics of Flax: the loss
-    has an argument of this name then and returns ``(scalar, logs, new_state)``, and ``forward`` may
-    have one. ``name`` is shown in reports. ``batch`` is an example,
-    or its shapes, and is only needed for a pipeline, which is cut by it. Paths of parameters are
-    their keys joined by ``/``. Raises :class:`~meshwright.ModelError` for a loss with other
+    it stays, also where the function makes it. ``optimizer`` is Optax' pair of functions ``init``
+    and ``update``; an update that computes with ``value=`` gets the mean loss of the step.
+    ``forward(params, inputs)`` is only needed for prediction. ``state`` is a pytree, as ``params``,
+    of what a model keeps beside its parameters and does not train, such as the batch statistics of
+    Flax: the loss has an argument of this name then and returns ``(scalar, logs, new_state)``, and
+    ``forward`` may have one. ``name`` is shown in reports. ``batch`` is an example, or its shapes,
+    and is only needed for a pipeline, which is cut by it. Paths of parameters are their keys joined
+    by ``/``, and the names that a model of Flax gives to their dims are what ``rules`` of a
+    placement split by. Raises :class:`~meshwright.ModelError` for a loss with other
     arguments that have no default, for ``params`` that needs arguments, and for two arrays of one
     path; a step raises it for a loss that returns something else, for parameters that are integers
     and for an optimizer that needs more than gradients, slots, parameters and the loss.
