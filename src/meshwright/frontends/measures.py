@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 import numpy as np
 
-from ..arrays.context import outside_of_context
 from ..errors import LayoutError, ModelError
+from ..layouts.context import outside_of_context
 from ..layouts.placement import Placement
 from ..planning.measurement import Measured
 from ..planning.measuring import copier, measure_step

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 import numpy as np
 
-from ..arrays.context import outside_of_context
 from ..errors import TargetError
+from ..layouts.context import outside_of_context
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
 from ..planning.abstract_step import abstract_step

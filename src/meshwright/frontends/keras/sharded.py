@@ -11,9 +11,9 @@ from typing import Any
 import keras
 
 from ... import _compat
-from ...arrays.context import outside_of_context
 from ...checkpoint import PARTS, CheckpointInfo
 from ...errors import LayoutError, ModelError, PipelineError
+from ...layouts.context import outside_of_context
 from ...layouts.dim_rules import RulesLike
 from ...layouts.explain import Explanation
 from ...layouts.layout_map import LayoutMap

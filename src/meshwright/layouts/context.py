@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-
-import jax
+from typing import Any
 
 from ..errors import MeshError
-from ..layouts.mesh import Mesh
+from .mesh import Mesh
 
 
 def in_place_of_context(mesh: Mesh) -> contextlib.AbstractContextManager[object]:
@@ -18,10 +17,13 @@ def in_place_of_context(mesh: Mesh) -> contextlib.AbstractContextManager[object]
     step lie on its own. A mesh whose axes are ``Auto`` stays, as layouts inside the model may name
     its axes. Raises :class:`~meshwright.MeshError` where the two have different numbers of devices.
 
+    >>> import jax
     >>> with jax.set_mesh(jax.make_mesh((8,), ("x",))), in_place_of_context(Mesh({"batch": 8})):
     ...     print(jax.sharding.get_abstract_mesh().axis_names)
     ('batch',)
     """
+    import jax
+
     context = jax.sharding.get_abstract_mesh()
     if not _is_explicit(context):
         return contextlib.nullcontext()
@@ -39,14 +41,19 @@ def in_place_of_context(mesh: Mesh) -> contextlib.AbstractContextManager[object]
 def outside_of_context() -> Iterator[None]:
     """Leave such a mesh where a step is traced for other devices; a decorator, too.
 
+    >>> import jax
     >>> with jax.set_mesh(jax.make_mesh((8,), ("x",))), outside_of_context():
     ...     print(jax.sharding.get_abstract_mesh().axis_names)
     ()
     """
+    import jax
+
     explicit = _is_explicit(jax.sharding.get_abstract_mesh())
     with jax.set_mesh(None) if explicit else contextlib.nullcontext():
         yield
 
 
-def _is_explicit(context: jax.sharding.AbstractMesh) -> bool:
+def _is_explicit(context: Any) -> bool:
+    import jax
+
     return jax.sharding.AxisType.Explicit in context.axis_types
