@@ -104,7 +104,8 @@ class Program:
     as ``loss_slot`` describes it. ``initial()`` gives the values to begin with. ``own_step`` is a
     whole training step ``(whole, batch) -> (whole, logs)`` where the model brings its own, or its
     optimizer, which ``step_of`` says; ``own_test_step`` is one of evaluation;
-    ``predict(params, state, batch)`` gives outputs where that takes more than ``forward``.
+    ``predict(params, state, batch)`` gives outputs and new state where that takes more than
+    ``forward``.
     ``reduction`` says whether the loss is a mean over the rows of the batch or a sum; ``logs`` says
     whether those of ``measure`` are of one batch, means over its rows, or of all batches that its
     metrics have counted. ``label`` says which input or target each array of a batch is. A program
@@ -133,7 +134,7 @@ class Program:
     own_step: Step | None = None
     step_of: Literal["model", "optimizer"] = "model"
     own_test_step: Step | None = None
-    predict: Callable[[Arrays, Arrays, Batch], Any] | None = None
+    predict: Callable[[Arrays, Arrays, Batch], tuple[Any, Arrays]] | None = None
     reduction: Literal["mean", "sum"] = "mean"
     logs: Literal["of one batch", "of all counted"] = "of all counted"
     label: Callable[[Batch], list[Label]] = label_inputs

@@ -23,7 +23,7 @@ def kept_as(program: Program, params: tuple[ParamInfo, ...], call: Callable[...,
 
         return call(run, values, state, inputs)
 
-    def predict(values: Arrays, state: Arrays, batch: Batch) -> Any:
+    def predict(values: Arrays, state: Arrays, batch: Batch) -> tuple[Any, Arrays]:
         assert program.predict is not None  # or this is not used
         return call(program.predict, values, state, batch)
 

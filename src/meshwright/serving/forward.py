@@ -148,7 +148,7 @@ class Forward:
 
         def forward(params: Any, state: Any, batch: Any) -> Any:
             if program.predict is not None:
-                return program.predict(params, state, batch)
+                return program.predict(params, state, batch)[0]
             return program.forward(params, state, batch, False)[0]
 
         bare = jax.tree.map(_bare, self._own())

@@ -95,7 +95,7 @@ class TableInputs:
 
         def outputs(arrays: list[Any], params: Any, state: Any) -> Any:
             with lookups.taking(lambda name, ids: no_rows(lookups.tables, name, ids)):
-                return predict(params, state, (jax.tree.unflatten(tree, arrays),))
+                return predict(params, state, (jax.tree.unflatten(tree, arrays),))[0]
 
         def zeros(infos: Any) -> Any:
             return {i.path: jax.numpy.zeros(i.dims, i.dtype) for i in infos}

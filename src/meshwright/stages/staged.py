@@ -535,7 +535,7 @@ def over_stacks(program: Program, stacking: Stacking) -> Program:
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
         return program.loss(unstack(params), stacking.unstack(whole), batch, training)
 
-    def predict(params: Arrays, state: Arrays, batch: Batch) -> Any:
+    def predict(params: Arrays, state: Arrays, batch: Batch) -> tuple[Any, Arrays]:
         assert program.predict is not None  # or this is not used
         return program.predict(unstack(params), state, batch)
 

@@ -256,12 +256,25 @@ class Assembly:
     @property
     def predict_step(self) -> Callable[[Arrays, Arrays, Batch], Any]:
         """``(params, state, batch) -> outputs``."""
+        step = self.moving_step
+        return lambda *arguments: step(*arguments)[0]
+
+    @property
+    def moving_step(self) -> Callable[[Arrays, Arrays, Batch], tuple[Any, Arrays]]:
+        """``(params, state, batch) -> (outputs, state)``, of the state only what has changed."""
         program = shared(self.stored, self.sharing)
 
-        def forward(params: Arrays, state: Arrays, batch: Batch) -> Any:
-            return program.forward(params, state, batch, False)[0]
+        def forward(params: Arrays, state: Arrays, batch: Batch) -> tuple[Any, Arrays]:
+            return program.forward(params, state, batch, False)
 
-        return self.under(program.predict or forward)
+        predict = program.predict or forward
+
+        def moving(params: Arrays, state: Arrays, batch: Batch) -> tuple[Any, Arrays]:
+            outputs, new = predict(params, state, batch)
+            # Weights that are frozen are a part of the state, and may be large.
+            return outputs, {path: new[path] for path in new if new[path] is not state[path]}
+
+        return self.under(moving)
 
     def _forward_of(self, lies: Any) -> Any:
         """The compiled forward pass for inputs with these layouts, ``None`` where they are whole.
@@ -358,13 +371,20 @@ class Assembly:
 
     @functools.cached_property
     def predict(self) -> Any:
-        """:attr:`predict_step`, compiled; of several processes every one returns all rows."""
-        whole = None
+        """:attr:`moving_step`, compiled; of several processes every one returns all rows."""
+        whole, step, lies = None, self.moving_step, self.shardings.state
+
+        def moving(params: Arrays, state: Arrays, batch: Batch) -> tuple[Any, Arrays]:
+            outputs, new = step(params, state, batch)
+            return outputs, jax.lax.with_sharding_constraint(
+                new, {path: lies[path] for path in new}
+            )
+
         if jax.process_count() > 1:
             whole = jax.sharding.NamedSharding(
                 self.placement.mesh.jax_mesh, jax.sharding.PartitionSpec()
             )
-        return jax.jit(self.predict_step, out_shardings=whole)
+        return jax.jit(moving, out_shardings=(whole, None))
 
     def forward(self, state: TrainState, inputs: Any) -> Any:
         """The outputs of the program for inputs as they lie; compiled once for each layout."""

@@ -168,9 +168,10 @@ def stored(program: Program, storing: Storing) -> Program:
         new, new_slots = program.update(params, grads, _mapped(slots, of_slots, Stored.cut))
         return _mapped(new, of_params, Stored.pad), _mapped(new_slots, of_slots, Stored.pad)
 
-    def predict(params: Arrays, state: Arrays, batch: Batch) -> Any:
+    def predict(params: Arrays, state: Arrays, batch: Batch) -> tuple[Any, Arrays]:
         assert program.predict is not None  # or this is not used
-        return program.predict(*storing.take_weights(params, state), batch)
+        outputs, new = program.predict(*storing.take_weights(params, state), batch)
+        return outputs, _mapped(new, of_state, Stored.pad)
 
     def whole_step(own: Step | None) -> Step | None:
         def step(whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:

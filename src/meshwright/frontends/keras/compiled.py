@@ -53,7 +53,7 @@ class Functions:
 
     @property
     def predict(self) -> Any:
-        return self.steps.predict_step if self.is_eager else self.steps.predict
+        return self.steps.moving_step if self.is_eager else self.steps.predict
 
     def steps_at_once(self, state: TrainState, batch: Any) -> int:
         """How many steps to take in one call when no callback looks between them."""

@@ -19,7 +19,7 @@ import numpy as np
 from ... import _compat
 from ...errors import BatchError
 from ...launch.join import agree
-from ...program import Logs, TrainState
+from ...program import Arrays, Logs, TrainState
 from ...run.backlog import Backlog
 from ...run.epochs import Run
 from ...run.logs import on_host
@@ -157,17 +157,24 @@ def predict(
     model.stop_predicting = False
     callbacks.on_predict_begin()
     state = read_state(over.variables)
+    moved: Arrays = {}  # seeds, and what layers remember from batch to batch
     under_way: deque[Any] = deque()
     outputs: list[Any] = []
     for number, batch in over.epochs.batches():
         callbacks.on_predict_batch_begin(number)
-        under_way.append(_predicted(step, state, batch))
+        computed, new = _predicted(step, state, batch)
+        moved |= new
+        state = state._replace(state={**state.state, **new})
+        under_way.append(computed)
         callbacks.on_predict_batch_end(number, {"outputs": under_way[-1]})
         if len(under_way) > _AHEAD:  # the devices hold few outputs, the host all
             outputs.append(jax.tree.map(np.asarray, under_way.popleft()))
         if model.stop_predicting:
             break
     outputs += [jax.tree.map(np.asarray, output) for output in under_way]
+    own_dims = over.variables.storing.restore(TrainState({}, moved, {}, {}))
+    for path, value in own_dims.state.items():
+        over.variables.state[path].assign(value)
     callbacks.on_predict_end()
     if not outputs:
         raise BatchError("there is nothing to predict: the data holds no batch.")
@@ -226,9 +233,9 @@ class _Pass(NamedTuple):
         return cls(epochs, variables, functions, listed)
 
 
-def _predicted(step: Any, state: TrainState, batch: Any) -> Any:
-    """Outputs for the rows that count."""
+def _predicted(step: Any, state: TrainState, batch: Any) -> tuple[Any, Arrays]:
+    """Outputs for the rows that count, and what of the state has changed."""
     if not isinstance(batch, Padded):
         return step(state.params, state.state, batch)
-    outputs = step(state.params, state.state, batch.arrays)
-    return jax.tree.map(lambda array: np.asarray(array)[: batch.rows], outputs)
+    outputs, moved = step(state.params, state.state, batch.arrays)
+    return jax.tree.map(lambda array: np.asarray(array)[: batch.rows], outputs), moved

@@ -129,8 +129,9 @@ def _forward_only(program: Program, dtype: str | None) -> Program:
     assert predict is not None
 
     def in_own_types(params: Any, state: Any, batch: Any) -> Any:
-        outputs = predict(params, state, batch)
-        return jax.tree.map(lambda x: x.astype("float32") if x.dtype == dtype else x, outputs)
+        outputs, new = predict(params, state, batch)
+        single = jax.tree.map(lambda x: x.astype("float32") if x.dtype == dtype else x, outputs)
+        return single, new
 
     served = predict if dtype is None else in_own_types
     return replace(program, params=params, slots=(), metrics=(), predict=served)

@@ -246,12 +246,12 @@ class _Functions:
         )
         return _named(v.params, new_params), _named(v.slots, new_slots)
 
-    def predict(self, params: Arrays, state: Arrays, batch: Batch) -> Any:
+    def predict(self, params: Arrays, state: Arrays, batch: Batch) -> tuple[Any, Arrays]:
         v = self.variables
         with unguarded():
             values = _ordered(v.params, params), _ordered(v.state, state)
-            outputs, _ = self.model.predict_step(values, batch)
-        return outputs
+            outputs, new = self.model.predict_step(values, batch)
+        return outputs, _named(v.state, new)
 
     def own_step(self, whole: TrainState, batch: Batch) -> tuple[TrainState, Logs]:
         logs, new = self.model.train_step(tuple(_lists(self.variables, whole)), batch)

@@ -101,12 +101,12 @@ class Predicted(OnServers):
 
         def forward(params: Any, state: Any, inputs: Any, training: bool) -> tuple[Any, Any]:
             del training
-            return compute(params, state, (inputs,)), state
+            return compute(params, state, (inputs,))
 
         def loss(params: Any, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
             del training
             inputs = batch.arrays if isinstance(batch, Padded) else batch
-            outputs = compute(params, whole.state, inputs)
+            outputs, _ = compute(params, whole.state, inputs)
             self._tree = jax.tree.structure(outputs)
             return 0.0, Aux(0.0, outputs, whole.state, {})
 
