@@ -127,6 +127,39 @@ def test_random_numbers_go_on_where_those_of_one_device_do(through, tmp_path):
     assert apart(expected, model) < 1e-5  # seeds, too
 
 
+class Noisy(keras.layers.Layer):
+    """Draws in every call, also outside of training, as the sampling layer of a VAE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x), seed=self.seed)
+
+
+def test_evaluations_and_predictions_draw_as_those_of_one_device_do():
+    x, y = data()
+    how = {**HOW, "validation_data": (x, y), "validation_batch_size": 16}
+    expected, model = (
+        dense(keras.optimizers.SGD(0.1), Noisy(), keras.layers.Dropout(0.2, seed=2))
+        for _ in range(2)
+    )
+    with ParameterServer() as servers:
+        for fit in (expected.fit(x, y, **how), servers.fit(model, x, y, **how)):
+            assert fit.history["val_loss"][0] != fit.history["val_loss"][1]
+        same_history(expected.history.history, model.history.history)
+        for _ in range(2):
+            loss, _ = expected.evaluate(x, y, batch_size=16, verbose=0)
+            measured = servers.evaluate(model, x, y, batch_size=16, verbose=0)
+            assert measured[0] == pytest.approx(loss)
+            outputs = expected.predict(x, batch_size=16, verbose=0)
+            np.testing.assert_allclose(
+                servers.predict(model, x, batch_size=16, verbose=0), outputs, atol=1e-5
+            )
+    assert apart(expected, model) < 1e-5  # seeds, too
+
+
 @pytest.mark.full_for("0.1")
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_rows_of_tables_train_as_whole_tables_do(clip):

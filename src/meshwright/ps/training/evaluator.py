@@ -242,8 +242,8 @@ class TableEvaluator:
         context: Any = Context(_Saved(values, SavedRows(directory, self._layers)))  # type: ignore[arg-type]
         engine = Engine(step, 0, self._compiled)
         counts: Any = np.zeros([])
-        for batch in elements_of(self._feed.maker(), 0, 1, steps):
-            counts = counts + engine.measure(context, batch, 0)
+        for number, batch in enumerate(elements_of(self._feed.maker(), 0, 1, steps)):
+            counts = counts + engine.measure(context, batch, 0, engine.seeds_at(seeds, number))
         return logs_of(self._model, v, parts, np.atleast_1d(counts))
 
 

@@ -107,9 +107,11 @@ def evaluate(
     step = of_model.step(uuid.uuid4().hex, None, fresh=False)
     measure = MeasureShard(step, feed.maker, num_shards(workers, data.steps), data.steps)
     bar = ShardBar(verbose, measure.num_shards)
-    counts = validate(ClusterCoordinator(strategy), measure, 0, after=bar.look)
-    assert counts is not None  # nothing breaks it off
-    logs = of_model.logs_from(counts)
+    coordinator = ClusterCoordinator(strategy)
+    measured = validate(coordinator, measure, 0, of_model.seeds(), after=bar.look)
+    assert measured is not None  # nothing breaks it off
+    of_model.move_on(measured.elements, held_out=True)
+    logs = of_model.logs_from(measured.counts)
     bar.end(logs)
     return logs
 

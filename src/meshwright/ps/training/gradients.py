@@ -71,7 +71,8 @@ class Parts:
 
     Of ``params`` it returns gradients, of ``moving`` how far they moved, ``frozen`` never change,
     ``seeds`` are each worker's own; a step draws from them so often that their counters move by
-    ``draws``. ``tables`` travel by rows. ``metrics`` are counted from 0.
+    ``draws``, and a batch that is evaluated moves them by ``draws_held_out``. ``tables`` travel by
+    rows. ``metrics`` are counted from 0.
     """
 
     params: tuple[str, ...]
@@ -82,6 +83,7 @@ class Parts:
     metrics: tuple[tuple[str, tuple[int, ...]], ...]  # (path, dims), in the order of the counts
     ids: tuple[IdsOf, ...] = ()  # of tables that travel whole
     draws: tuple[int, ...] = ()  # of each seed
+    draws_held_out: tuple[int, ...] = ()
 
     @property
     def num_counts(self) -> int:
@@ -115,6 +117,7 @@ class Parts:
             metrics=tuple((info.path, tuple(info.dims)) for info in program.metrics),
             ids=traced.ids,
             draws=traced.draws,
+            draws_held_out=_draws_held_out(program, batch, lookups, seeds),
         )
 
 
@@ -417,9 +420,33 @@ def _trace(
         for at, leaf in enumerate(leaves)
         if leaf is source
     }
-    numbers = [sorted(state).index(path) for path in seeds]
     in_order = tuple(sorted(ids, key=lambda one: (one.leaf, one.table)))
-    return _Traced(changed, in_order, _draws(traced, numbers))
+    return _Traced(changed, in_order, _draws(traced, _numbers(state, seeds)))
+
+
+def _draws_held_out(
+    program: Program, batch: Any, lookups: Lookups, seeds: Sequence[str]
+) -> tuple[int, ...]:
+    """How far a batch that is evaluated, or predicted, moves the counter of each seed."""
+    if not seeds:
+        return ()
+
+    def take(name: str, ids: Any) -> Taken:
+        return no_rows(lookups.tables, name, ids)
+
+    def run(state: Arrays, params: Arrays, batch: Any) -> Arrays:
+        with lookups.taking(take):
+            whole = TrainState({}, state, _zeros(program.slots), _zeros(program.metrics))
+            return program.loss(params, whole, batch, False)[1].state
+
+    state = shapes_of(program.state)
+    traced = jax.make_jaxpr(run)(state, shapes_of(program.params), batch)
+    return _draws(traced, _numbers(state, seeds))
+
+
+def _numbers(state: Arrays, paths: Sequence[str]) -> list[int]:
+    """The number of each of these among the arguments of a traced function of the state."""
+    return [sorted(state).index(path) for path in paths]
 
 
 def _draws(traced: Any, seeds: Sequence[int]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """``predict`` on parameter servers: the workers look up the rows that each batch names.
 
-A prediction changes nothing: keys that a hash table does not have get the row that they would begin
-with, and none is made.
+A prediction changes nothing but how far the model's seeds are: keys that a hash table does not have
+get the row that they would begin with, and none is made.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def predict(
     by_number = {at: leaves for shard in coordinator.fetch(values) for at, leaves in shard}
     if not by_number:
         raise BatchError("cannot predict: the data holds no batch.")
+    of_model.move_on(len(by_number), held_out=True)
     bar.end()
     outputs = zip(*(by_number[at] for at in sorted(by_number)), strict=True)
     return of_model.nested([np.concatenate(parts) for parts in outputs])
@@ -88,7 +89,7 @@ class Predicted(OnServers):
 
     def step(self) -> TrainStep:
         """What workers compute with; a new one each time, for the values may be others."""
-        return TrainStep(uuid.uuid4().hex, self.exported, self.specs, self._seeds())
+        return TrainStep(uuid.uuid4().hex, self.exported, self.specs, self.seeds())
 
     def nested(self, leaves: list[np.ndarray]) -> Any:
         """The outputs, nested as the model returns them."""
@@ -106,9 +107,9 @@ class Predicted(OnServers):
         def loss(params: Any, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
             del training
             inputs = batch.arrays if isinstance(batch, Padded) else batch
-            outputs, _ = compute(params, whole.state, inputs)
+            outputs, state = compute(params, whole.state, inputs)
             self._tree = jax.tree.structure(outputs)
-            return 0.0, Aux(0.0, outputs, whole.state, {})
+            return 0.0, Aux(0.0, outputs, state, {})
 
         return Program(
             name=model.name,

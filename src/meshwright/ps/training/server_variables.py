@@ -17,7 +17,7 @@ from .embeddings import KerasLookups
 from .exported import Exported
 from .signature import Signature
 from .worker_layout import WorkerLayout, worker_layout
-from .worker_step import Specs
+from .worker_step import Seeds, Specs, moved
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +141,22 @@ class OnServers:
         values = [self._assign(path, spec) for path, spec in self._own().items()]
         self._strategy.with_servers(lambda servers: servers.push(values))
 
-    def _seeds(self) -> dict[str, np.ndarray]:
+    def seeds(self) -> dict[str, np.ndarray]:
+        """The model's seeds as they are now."""
         state = self.variables.state
         return {path: np.asarray(state[path].value) for path in self.exported.parts.seeds}
+
+    def moved(self, seeds: Seeds, batches: int, *, held_out: bool = False) -> Seeds:
+        """Seeds after a number of batches: of training, or of evaluation and prediction."""
+        parts = self.exported.parts
+        draws = parts.draws_held_out if held_out else parts.draws
+        by_path = zip(parts.seeds, draws, strict=True)
+        return {path: moved(seeds[path], number * batches) for path, number in by_path}
+
+    def move_on(self, batches: int, *, held_out: bool = False) -> None:
+        """Advance the model's seeds by a number of batches."""
+        for path, seed in self.moved(self.seeds(), batches, held_out=held_out).items():
+            self.variables.state[path].assign(seed)
 
     def _own(self) -> dict[str, VariableSpec]:
         """The variables that the model has too, by path."""

@@ -98,7 +98,7 @@ class Served(OnServers):
             key,
             self.exported,
             self.specs,
-            self._seeds(),
+            self.seeds(),
             compression,
             fresh,
             self._local is not None,
@@ -260,15 +260,6 @@ class Served(OnServers):
             value[:] = before
         update = Update(self.specs.counts, "assign", (value,))
         self._on_servers(lambda servers: servers.push([update]))
-
-    def move_on(self, steps: int) -> None:
-        """Advance the model's seeds by ``steps`` steps."""
-        parts = self.exported.parts
-        for path, draws in zip(parts.seeds, parts.draws, strict=True):
-            variable = self.variables.state[path]
-            seed = np.array(variable.value)
-            seed.reshape(-1)[-1] += np.asarray(draws * steps).astype(seed.dtype)
-            variable.assign(seed)
 
     # How it is done
 

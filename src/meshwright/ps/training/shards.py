@@ -11,13 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...errors import DataError
 from .data import DatasetMaker
-from .worker_step import TrainStep, as_batch, engine, here
+from .worker_step import Seeds, TrainStep, as_batch, engine, here
 
 _SHARDS_PER_WORKER = 5  # as TensorFlow: so much is done again at most when a worker dies
 
@@ -33,22 +33,26 @@ class _Shards:
     num_shards: int
     steps: int | None = None
 
-    def elements(self, shard: int) -> Iterator[Any]:
-        return elements_of(self.maker(), shard, self.num_shards, self.steps)
+    def elements(self, shard: int) -> Iterator[tuple[int, Any]]:
+        """The number of each element of a shard, and the element."""
+        numbers = itertools.count(shard, self.num_shards)
+        elements = elements_of(self.maker(), shard, self.num_shards, self.steps)
+        return zip(numbers, elements, strict=False)
 
 
 class MeasureShard(_Shards):
     """Counts the metrics of one shard."""
 
-    def __call__(self, shard: int, edition: int) -> tuple[np.ndarray, int]:
+    def __call__(self, shard: int, edition: int, seeds: Seeds) -> tuple[np.ndarray, int]:
         """The counts of one shard's elements, and how many there were."""
         measures, context = engine(self.step), here()
         counts: Any = np.zeros([])
-        number = 0
-        for batch in self.elements(shard):
-            counts = counts + measures.measure(context, batch, edition)
-            number += 1
-        return np.atleast_1d(counts), number
+        elements = 0
+        for number, batch in self.elements(shard):
+            seeds_here = measures.seeds_at(seeds, number)
+            counts = counts + measures.measure(context, batch, edition, seeds_here)
+            elements += 1
+        return np.atleast_1d(counts), elements
 
 
 class PredictShard(_Shards):
@@ -59,8 +63,9 @@ class PredictShard(_Shards):
         # Its own engine: the one of a run that predicts between two epochs goes on afterwards.
         computes, context = engine(self.step, "predicting"), here()
         return [
-            (shard + at * self.num_shards, computes.predict(context, inputs_of(batch)))
-            for at, batch in enumerate(self.elements(shard))
+            (number, computes.predict(context, inputs_of(batch), seeds))
+            for number, batch in self.elements(shard)
+            for seeds in [computes.seeds_at(self.step.seeds, number)]
         ]
 
 
@@ -96,27 +101,37 @@ def num_shards(num_workers: int, steps: int | None) -> int:
     return most if steps is None else max(1, min(most, steps))
 
 
+class Measured(NamedTuple):
+    """The counts of the metrics over all elements, and how many elements there were."""
+
+    counts: np.ndarray
+    elements: int
+
+
 def validate(
     coordinator: Any,
     measure: MeasureShard,
     edition: int,
+    seeds: Seeds,
     interrupted: Callable[[], bool] = lambda: False,
     after: Callable[[int], None] = lambda ended: None,
-) -> np.ndarray | None:
-    """The counts of the metrics over all elements; ``None`` where it was ``interrupted``.
+) -> Measured | None:
+    """What was measured over all elements; ``None`` where it was ``interrupted``.
 
-    ``after`` is called with the number of shards that have ended, again and again. The same
-    ``measure`` should be given each time: it travels to a worker once. Raises
-    :class:`~meshwright.DataError` if there are no elements.
+    ``seeds`` are those of the first element. ``after`` is called with the number of shards that
+    have ended, again and again. The same ``measure`` should be given each time: it travels to a
+    worker once. Raises :class:`~meshwright.DataError` if there are no elements.
     """
     shards = range(measure.num_shards)
-    values = [coordinator.schedule(measure, args=(shard, edition)) for shard in shards]
+    values = [coordinator.schedule(measure, args=(shard, edition, seeds)) for shard in shards]
     if coordinator.join_unless(watching(values, after, interrupted)):
         return None
     results = coordinator.fetch(values)
-    if not any(elements for _, elements in results):
+    total = sum(elements for _, elements in results)
+    if not total:
         raise DataError("cannot evaluate: the data holds no batch.")
-    return sum((counts for counts, elements in results if elements), np.zeros([]))
+    counts = sum((counts for counts, elements in results if elements), np.zeros([]))
+    return Measured(counts, total)
 
 
 def watching(

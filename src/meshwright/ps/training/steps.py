@@ -35,7 +35,7 @@ from .feed import Feed
 from .saving import TableSaver
 from .serving import Served
 from .shards import MeasureShard, num_shards, validate
-from .worker_step import IndexedStep, TrainStep
+from .worker_step import IndexedStep, Seeds, TrainStep
 
 _DRAWS_EVERY_S = 0.2
 
@@ -68,7 +68,7 @@ class ServerSteps(Steps):
         self._how = uuid.uuid4().hex, compression, fresh
         self._held_out, self._num_workers = held_out, strategy.num_workers
         self._every = local.every if local else 1
-        self._edition = 0
+        self._edition = self._num_trained = 0
         self._has_values = self._has_slots = True  # the model, not only the servers
 
     @property
@@ -118,6 +118,7 @@ class ServerSteps(Steps):
             with self._drawing(done):
                 trained = self._train(batches, epoch, done, count)
             self._served.move_on(trained)
+            self._num_trained += trained
             done += trained
             yield Taken(trained, done, {})
 
@@ -133,13 +134,15 @@ class ServerSteps(Steps):
 
     def validate(self, stopping: Stopping) -> Logs:
         self._edition += 1  # workers have what they read before other workers' last steps
-        counts = validate(
-            self._coordinator, self._measure, self._edition, lambda: stopping.is_asked
+        seeds = self._served.seeds()
+        measured = validate(
+            self._coordinator, self._measure, self._edition, seeds, lambda: stopping.is_asked
         )
-        if counts is None:
+        if measured is None:
             self._take()
             raise stopping.error()
-        return self._served.logs_from(counts)
+        self._served.move_on(measured.elements, held_out=True)
+        return self._served.logs_from(measured.counts)
 
     def finish(self) -> None:
         if self._served.average_tables():
@@ -178,7 +181,7 @@ class ServerSteps(Steps):
         """Take ``count`` steps and wait for them; the number of steps done, also after a signal."""
         steps = self.num_batches
         dataset, begin = (0, epoch * steps) if self._feed.whole else (epoch, 0)
-        scheduled, stopping = 0, self._saver.stopping
+        scheduled, stopping, aside = 0, self._saver.stopping, self._seeds_aside()
         try:
             for at in range(first, first + count, self._every):
                 if stopping.is_asked:
@@ -186,10 +189,10 @@ class ServerSteps(Steps):
                 scheduled += 1
                 size = min(self._every, first + count - at)
                 if batches is None:
-                    args = (dataset, begin + at, self._edition, size)
+                    args = (dataset, begin + at, self._edition, size, aside)
                     self._coordinator.schedule(self._numbered, args)
                 else:
-                    self._coordinator.schedule(self._step, (batches, self._edition, size))
+                    self._coordinator.schedule(self._step, (batches, self._edition, size, aside))
             dropped = self._coordinator.join_unless(lambda: stopping.is_asked)
         except ExhaustedError as error:
             raise ExhaustedError(
@@ -197,6 +200,15 @@ class ServerSteps(Steps):
                 f"(steps_per_epoch): {error} Reduce steps_per_epoch, or repeat the dataset."
             ) from error
         return min(count, (scheduled - dropped) * self._every)
+
+    def _seeds_aside(self) -> Seeds | None:
+        """How far validation, predictions and callbacks have moved the model's seeds so far.
+
+        Workers count on from the seeds that the run began with, and know of their own steps alone.
+        """
+        trained = self._served.moved(self._step.seeds, self._num_trained)
+        aside = {path: now - trained[path] for path, now in self._served.seeds().items()}
+        return aside if any(way.any() for way in aside.values()) else None
 
     @contextlib.contextmanager
     def _drawing(self, done: int) -> Iterator[None]:

@@ -31,6 +31,9 @@ _SPREAD = 0x9E3779B9  # the golden ratio: far apart for neighbouring workers
 _MOST_KEPT = 2  # datasets of epochs that a worker keeps of a run
 
 
+Seeds = Mapping[str, np.ndarray]
+
+
 @dataclass(frozen=True)
 class Specs:
     """Where each array of a step lies on the servers, by path.
@@ -86,15 +89,18 @@ class TrainStep:
     local: bool = False  # several steps on the worker between two talks with the servers
     slots: Mapping[str, np.ndarray] = field(default_factory=dict)  # that local steps begin with
 
-    def __call__(self, batches: Iterator[Any], edition: int = 0, count: int = 1) -> float:
+    def __call__(
+        self, batches: Iterator[Any], edition: int = 0, count: int = 1, aside: Seeds | None = None
+    ) -> float:
         """Train on the next batch, or with ``local`` on ``count`` batches.
 
-        ``edition`` changes when variables were changed from outside the training steps.
+        ``edition`` changes when variables were changed from outside the training steps, and
+        ``aside`` is how far the seeds were moved by others since the run began.
         """
         if not self.local:
-            return engine(self).train(here(), next(batches), edition)
+            return engine(self).train(here(), next(batches), edition, aside)
         batches_here = [next(batches), *itertools.islice(batches, count - 1)]
-        return engine(self).train_locally(here(), batches_here, edition)
+        return engine(self).train_locally(here(), batches_here, edition, aside)
 
 
 def here() -> Context:
@@ -135,18 +141,24 @@ class Engine:
         self._slots: Any = dict(step.slots)
         self._fresh = step.fresh
         self._seeds: Any = {path: spread(seed, index) for path, seed in step.seeds.items()}
+        self._aside: Seeds = {}  # how far others had moved the seeds before the last step
+        parts = step.exported.parts
+        self._draws_held_out = dict(zip(parts.seeds, parts.draws_held_out, strict=True))
         self._edition: int | None = None
         self._pulled: list[Any] = []
         self._frozen: dict[str, Any] = {}
         self._residuals: dict[str, np.ndarray] = {}  # what compression left out
 
-    def train(self, context: Context, batch: Any, edition: int) -> float:
+    def train(
+        self, context: Context, batch: Any, edition: int, aside: Seeds | None = None
+    ) -> float:
         """One step; the loss."""
+        self._follow(aside)
         step, leaves, host = self._prepared(batch)
         self._pull(context, edition, step)
         looked = step.look(host)
         grads, row_grads, moves, seeds, counts, loss = step.gradients(
-            *self._arguments(context, looked, leaves, make=True)
+            *self._arguments(context, looked, leaves, self._seeds, make=True)
         )
         updates = [
             *self._gradients(grads, context),
@@ -157,11 +169,14 @@ class Engine:
         self._seeds = seeds
         return float(loss)
 
-    def train_locally(self, context: Context, batches: list[Any], edition: int) -> float:
+    def train_locally(
+        self, context: Context, batches: list[Any], edition: int, aside: Seeds | None = None
+    ) -> float:
         """Several steps on this worker, of which the servers get how far they went; the last loss.
 
         The way from where they began is what an optimizer's gradient is: SGD with rate 1 goes it.
         """
+        self._follow(aside)
         prepared = [self._prepared(batch) for batch in batches]
         self._pull(context, edition, prepared[0][0])
         before = self._values()
@@ -178,23 +193,43 @@ class Engine:
         self._push(context, updates)
         return float(loss)
 
-    def measure(self, context: Context, batch: Any, edition: int) -> np.ndarray:
-        """The counts of the metrics over one batch of validation."""
-        counts, _ = self._computed(context, batch, edition, "measures")
+    def measure(self, context: Context, batch: Any, edition: int, seeds: Seeds) -> np.ndarray:
+        """The counts of the metrics over one batch of validation, which draws from ``seeds``."""
+        counts, _ = self._computed(context, batch, edition, "measures", seeds)
         return np.asarray(counts, np.float64)
 
-    def predict(self, context: Context, batch: Any) -> list[np.ndarray]:
+    def predict(self, context: Context, batch: Any, seeds: Seeds) -> list[np.ndarray]:
         """The arrays that the model returns for one batch of inputs."""
-        outputs, num_rows = self._computed(context, batch, 0, "outputs")
+        outputs, num_rows = self._computed(context, batch, 0, "outputs", seeds)
         return [np.asarray(output)[:num_rows] for output in outputs]  # more where it was filled up
 
+    def seeds_at(self, seeds: Seeds, number: int) -> Seeds:
+        """The seeds for a batch before which ``number`` others are evaluated or predicted.
+
+        They are the model's own on each worker: who computes a batch does not matter.
+        """
+        draws = self._draws_held_out
+        return {path: moved(seed, draws[path] * number) for path, seed in seeds.items()}
+
+    def _follow(self, aside: Seeds | None) -> None:
+        """Move the seeds as others have moved them since the last step."""
+        for path, way in (aside or {}).items():
+            seed = np.asarray(self._seeds[path])
+            self._seeds[path] = seed + (way - self._aside.get(path, np.zeros_like(way)))
+        self._aside = aside or self._aside
+
     def _computed(
-        self, context: Context, batch: Any, edition: int, function: Literal["measures", "outputs"]
+        self,
+        context: Context,
+        batch: Any,
+        edition: int,
+        function: Literal["measures", "outputs"],
+        seeds: Seeds,
     ) -> tuple[Any, int]:
         """What a function that changes nothing gives for a batch, and the batch's rows."""
         step, leaves, host = self._prepared(batch)
         self._pull(context, edition, step, trains=False)
-        arguments = self._arguments(context, step.look(host), leaves)
+        arguments = self._arguments(context, step.look(host), leaves, seeds)
         return getattr(step, function)(*arguments), len(host[0])
 
     def _prepared(self, batch: Any) -> tuple[CompiledStep, list[Any], list[Any]]:
@@ -224,7 +259,13 @@ class Engine:
         return params, dict(zip(self._specs.moving, self._pulled[count:], strict=True))
 
     def _arguments(
-        self, context: Context, looked: Looked, leaves: list[Any], *, make: bool = False
+        self,
+        context: Context,
+        looked: Looked,
+        leaves: list[Any],
+        seeds: Any,
+        *,
+        make: bool = False,
     ) -> tuple[Any, ...]:
         """Those of a step; ``make`` the rows of keys that a hash table does not have yet."""
         rows = {
@@ -236,7 +277,7 @@ class Engine:
             )
             for name, ids in looked.unique.items()
         }
-        return (*self._values(), self._frozen, self._seeds, rows, looked.positions, leaves)
+        return (*self._values(), self._frozen, seeds, rows, looked.positions, leaves)
 
     # What is pushed
 
@@ -293,6 +334,17 @@ def spread(seed: np.ndarray, index: int) -> np.ndarray:
     return mixed
 
 
+def moved(seed: np.ndarray, draws: int) -> np.ndarray:
+    """The seed after ``draws`` more draws: its last number counts them.
+
+    >>> moved(np.array([7, 2], "uint32"), 3).tolist()
+    [7, 5]
+    """
+    after = np.array(seed)
+    after.reshape(-1)[-1:] += np.asarray(draws).astype(after.dtype)
+    return after
+
+
 def as_batch(element: Any) -> Any:
     """An element of a dataset as ``(x, y, sample weights)``, shorter where parts are absent.
 
@@ -322,7 +374,14 @@ class IndexedStep:
     step: TrainStep
     maker: DatasetMaker
 
-    def __call__(self, dataset: int, number: int, edition: int = 0, count: int = 1) -> float:
+    def __call__(
+        self,
+        dataset: int,
+        number: int,
+        edition: int = 0,
+        count: int = 1,
+        aside: Seeds | None = None,
+    ) -> float:
         """Train on ``count`` elements from ``number`` on; ``dataset`` changes with the epoch."""
         # When the coordinator says that the run is over, the function goes, and its data with it.
         runs: Any = here().cache.setdefault("training data", weakref.WeakKeyDictionary())
@@ -333,5 +392,5 @@ class IndexedStep:
             by_dataset[dataset] = IndexedElements(self.maker)
         elements = [by_dataset[dataset][at] for at in range(number, number + count)]
         if self.step.local:
-            return engine(self.step).train_locally(here(), elements, edition)
-        return engine(self.step).train(here(), elements[0], edition)
+            return engine(self.step).train_locally(here(), elements, edition, aside)
+        return engine(self.step).train(here(), elements[0], edition, aside)
