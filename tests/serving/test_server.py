@@ -11,6 +11,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.commands.serving import ServeOptions, server_for
+from meshwright.serving.source import source_of
 
 ROWS = np.random.default_rng(0).normal(size=[6, 8]).astype("float32")
 
@@ -158,3 +159,30 @@ def test_a_mesh_without_devices_is_refused_by_name() -> None:
     ):
         with pytest.raises(mw.TopologyError, match=rf"^{name}\(\.\.\.\) needs devices"):
             getattr(strategy, name)(*arguments)
+
+
+def of_named_inputs() -> keras.Model:
+    one, other = keras.Input((8,), name="left"), keras.Input((8,))
+    return keras.Model([one, other], keras.layers.Dense(2)(one + other))
+
+
+class OfNested(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.last = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.last(x["query"]["ids"] + x["others"][0])
+
+
+NAMED: dict[str, Any] = {
+    "in a list": (of_named_inputs, [ROWS, ROWS], ["left", "input_1"]),
+    "nested": (OfNested, {"query": {"ids": ROWS}, "others": [ROWS]}, ["others_0", "query_ids"]),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_inputs_have_the_names_that_a_model_gives_them(case):
+    build, example, names = NAMED[case]
+    source = source_of(build(), mw.DataParallel(mw.create_mesh({"batch": 8})), example=example)
+    assert sorted(spec.name for spec in source.inputs) == sorted(names)

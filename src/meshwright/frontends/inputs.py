@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +29,11 @@ def inputs_of(batch: Any) -> Any:
     return batch[0] if type(batch) is tuple and batch else batch
 
 
-def inputs_like(example: Any) -> Any:
+def inputs_like(example: Any, own: Any = None) -> Any:
     """The inputs of a tree of arrays, or of their shapes, in place of these.
+
+    ``own`` are those that the model itself says, if it does: an array in the same place has its
+    name.
 
     >>> import numpy as np
     >>> inputs_like({"ids": np.zeros([2, 8], "int32")})
@@ -38,16 +42,18 @@ def inputs_like(example: Any) -> Any:
     'input'
     """
 
-    def one(value: Any) -> Input:
+    names = {path: spec.name for path, spec in jax.tree.leaves_with_path(own)}
+
+    def one(path: Any, value: Any) -> Input:
         dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
         shape = (None, *np.shape(value)[1:])
-        return Input("", shape, str(jax.dtypes.canonicalize_dtype(dtype)))
+        return Input(names.get(path, ""), shape, str(jax.dtypes.canonicalize_dtype(dtype)))
 
-    return named(jax.tree.map(one, example))
+    return named(jax.tree.map_with_path(one, example))
 
 
 def named(tree: Any) -> Any:
-    """The tree with a name for each input: its key in a mapping, its own, else its number."""
+    """The tree with a name for each input; see :func:`leaf_names`."""
     with_paths, structure = jax.tree.flatten_with_path(tree)
     names = leaf_names([(path, spec.name) for path, spec in with_paths], "input")
     leaves = [
@@ -58,12 +64,26 @@ def named(tree: Any) -> Any:
 
 
 def leaf_names(leaves: list[tuple[Any, str]], kind: str) -> tuple[str, ...]:
-    """A name for each of ``(path, name)``, the outermost key first; ``input_0`` where none is."""
+    """A name for each of ``(path, name)``: its key, its own name, the keys on its way, its number.
+
+    >>> import jax
+    >>> paths = [path for path, _ in jax.tree.leaves_with_path({"q": {"a": 1, "b": 2}, "r": [3]})]
+    >>> leaf_names([(path, "") for path in paths], "input")
+    ('q_a', 'q_b', 'r_0')
+    >>> leaf_names([(path, "") for path, _ in jax.tree.leaves_with_path([1, 2])], "input")
+    ('input_0', 'input_1')
+    """
 
     def one(number: int, path: Any, name: str) -> str:
-        key = getattr(path[0], "key", None) if path else None
-        if isinstance(key, str) and len(path) == 1:
-            return key
+        keys = [getattr(step, "key", getattr(step, "idx", step)) for step in path]
+        if len(keys) == 1 and isinstance(keys[0], str):
+            return keys[0]
+        if not name and any(isinstance(key, str) for key in keys):
+            return "_".join(map(str, keys))
         return name or (kind if len(leaves) == 1 else f"{kind}_{number}")
 
-    return tuple(one(number, *leaf) for number, leaf in enumerate(leaves))
+    names = [one(number, *leaf) for number, leaf in enumerate(leaves)]
+    taken = Counter(names)
+    return tuple(
+        name if taken[name] == 1 else f"{kind}_{number}" for number, name in enumerate(names)
+    )

@@ -173,9 +173,9 @@ def example_of(model: keras.Model) -> Any:
 
 def _like(model: keras.Model, example: Any) -> Any:
     """The inputs in the structure that the model takes; see :class:`Input`."""
-    if example is not None:
-        return inputs_like(example)
     like = own_inputs(model)
+    if example is not None:
+        return inputs_like(example, like)
     if like is None:
         raise ModelError(
             f"the shapes of the inputs of model {model.name!r} are not known: pass example=, "
