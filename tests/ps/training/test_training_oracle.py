@@ -332,3 +332,27 @@ def test_tables_of_another_kind_are_refused(tables, message):
     model.compile("sgd", "mse")
     with ParameterServer() as strategy, pytest.raises(ModelError, match=message):
         strategy.fit(model, np.zeros([4], "int32"), np.zeros([4, 4]), tables=Tables(**tables))
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of 16 rows, and a rest."""
+
+    def __init__(self, *arrays) -> None:
+        super().__init__()
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return -(-len(self.arrays[0]) // 16)
+
+    def __getitem__(self, number: int):
+        return tuple(array[number * 16 : number * 16 + 16] for array in self.arrays)
+
+
+def test_validation_data_may_have_weights_where_training_data_have_none():
+    x, y = data()
+    held_out = Batches(x, y, np.linspace(0.1, 1, len(x), dtype="float32"))
+    expected, model = dense("sgd"), dense("sgd")
+    how = {"validation_data": held_out, "shuffle": False, "verbose": 0}
+    history = expected.fit(Batches(x, y), **how).history
+    with ParameterServer() as servers:
+        same_history(history, servers.fit(model, Batches(x, y), **how).history)

@@ -17,7 +17,7 @@ from jax import export as jax_export
 from ...errors import ModelError
 from ...program import Batch, Program, shapes_of
 from ...step.platform import export_platform, tracing_for
-from .exported import Code, Exported
+from .exported import AnyRows, Code, Exported
 from .gradients import Clip, Parts, StepFunctions, program_of_ids
 from .signature import Signature
 from .tables import Lookups, NoLookups
@@ -55,8 +55,8 @@ def export_step(
     >>> loss = lambda p, batch: jnp.mean((batch @ p["w"]) ** 2)
     >>> program = jax_program(loss, {"w": jnp.ones([3])}, optax.sgd(0.1))
     >>> exported = export_step(program, [np.ones([8, 3], "float32")])
-    >>> exported.parts.params, str(exported.codes[0][0]), exported.any_rows is not None
-    (('w',), '8x3 float32', True)
+    >>> exported.parts.params, str(exported.codes[0][0]), len(exported.any_rows)
+    (('w',), '8x3 float32', 1)
     """
     lookups = lookups or NoLookups()
     first = shapes(batches[0])
@@ -88,11 +88,21 @@ def export_step(
         exported = replace(exported, mesh=layout.mesh, row_shards=row_shards)
     if not any_rows:
         return exported
-    even, why_not = exporter.open_code(Signature.of(batches[0]), first, row_shards)
-    if row_shards == 1:
-        return replace(exported, any_rows=even, why_not=why_not)
-    uneven, why_not_uneven = exporter.open_code(Signature.of(batches[0]), first, 1)
-    return replace(exported, any_rows=even, uneven=uneven, why_not=why_not or why_not_uneven)
+    steps = tuple(
+        exporter.any_rows(signature, shapes(batch), row_shards)
+        for signature, batch in _structures(batches).items()
+    )
+    return replace(exported, any_rows=steps)
+
+
+def _structures(batches: Sequence[Batch]) -> dict[Signature, Batch]:
+    """One batch of each kind, where kinds differ in more than the number of rows."""
+    kinds: dict[Signature, tuple[Signature, Batch]] = {}
+    for batch in batches:
+        signature = Signature.of(batch)
+        kind = signature if signature.rows is None else signature.with_rows(0)
+        kinds.setdefault(kind, (signature, batch))
+    return dict(kinds.values())
 
 
 def _stages(
@@ -193,6 +203,14 @@ class _Exporter:
         looking = self._looking(tree)
         looked_up = jax.eval_shape(looking, leaves)
         return self._export(looking, (leaves,)), looked_up, _as_they_are(looking, leaves)
+
+    def any_rows(self, signature: Signature, batch: Any, row_shards: int) -> AnyRows:
+        """The step for any number of rows of batches like this, as far as there is one."""
+        even, why_not = self.open_code(signature, batch, row_shards)
+        if row_shards == 1:
+            return AnyRows(signature, even, None, why_not)
+        uneven, why_not_uneven = self.open_code(signature, batch, 1)
+        return AnyRows(signature, even, uneven, why_not or why_not_uneven)
 
     def open_code(self, signature: Signature, batch: Any, multiple: int) -> tuple[Code | None, str]:
         """The step for any number of rows that is such a multiple, or why there is none."""

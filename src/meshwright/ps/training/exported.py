@@ -53,24 +53,42 @@ class Code:
 
 
 @dataclass(frozen=True)
+class AnyRows:
+    """The step for batches that are ``like`` one but for their number of rows.
+
+    ``even`` is for multiples of the shards of rows, ``uneven`` for other numbers; where one is
+    missing, ``why_not`` says why.
+    """
+
+    like: Signature
+    even: Code | None
+    uneven: Code | None = None
+    why_not: str = ""
+
+    def code_for(self, signature: Signature, row_shards: int) -> Code | None:
+        """The code for batches like this, if it is one of these."""
+        rows = signature.rows
+        if rows is None or signature != self.like.with_rows(rows):
+            return None
+        return self.uneven if rows % row_shards else self.even
+
+
+@dataclass(frozen=True)
 class Exported:
     """A program's step, exported; a value that may travel.
 
-    ``any_rows`` is the step for any number of rows; where there is none, ``why_not`` says why.
+    ``any_rows`` are the steps for any number of rows, one for each structure of batches.
     ``lookup_tables`` names the table of every lookup, in order. With a ``mesh`` the step is for
-    several devices: ``any_rows`` is for multiples of ``row_shards``, and ``uneven`` for other
-    numbers.
+    several devices, and ``row_shards`` is into how many shards they cut rows.
     """
 
     name: str
     parts: Parts
     codes: tuple[tuple[Signature, Code], ...]
     lookup_tables: tuple[str, ...] = ()
-    any_rows: Code | None = None
-    why_not: str = ""
+    any_rows: tuple[AnyRows, ...] = ()
     mesh: Mesh | None = None
     row_shards: int = 1
-    uneven: Code | None = None
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +104,7 @@ class Exported:
     @property
     def _code(self) -> list[bytes]:
         codes = [code for _, code in self.codes]
-        codes += [code for code in (self.any_rows, self.uneven) if code]
+        codes += [code for free in self.any_rows for code in (free.even, free.uneven) if code]
         return [
             part for c in codes for part in (c.gradients, c.measures, c.ids, c.local, c.outputs)
         ]
@@ -96,17 +114,19 @@ class Exported:
         for exported_for, code in self.codes:
             if exported_for == signature:
                 return code
+        for free in self.any_rows:
+            if (code := free.code_for(signature, self.row_shards)) is not None:
+                return code
         first, rows = self.codes[0][0], signature.rows
-        free = self.uneven if rows is not None and rows % self.row_shards else self.any_rows
-        if free is not None and rows is not None:
-            if signature == first.with_rows(rows):
-                return free
+        alike = [free for free in self.any_rows if rows and free.like.with_rows(rows) == signature]
+        if rows is not None and not alike and any(free.even for free in self.any_rows):
             raise BatchError(
                 f"unexpected batch: model {self.name!r} was exported for {first} ({first.tree}); "
                 f"received {signature} ({signature.tree}). Only the number of rows may differ."
             )
+        why_not = next((free.why_not for free in alike or self.any_rows), "")
         raise BatchError(
             f"unexpected batch: model {self.name!r} was exported for {first}; received {signature}."
-            + (f" It takes no other number of rows: {self.why_not}." if self.why_not else "")
+            + (f" It takes no other number of rows: {why_not}." if why_not else "")
             + " Make all batches alike, and drop a smaller last one in dataset_fn."
         )
