@@ -11,6 +11,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.commands.serving import ServeOptions, server_for
+from meshwright.serving import options
 from meshwright.serving.source import source_of
 
 ROWS = np.random.default_rng(0).normal(size=[6, 8]).astype("float32")
@@ -186,3 +187,15 @@ def test_inputs_have_the_names_that_a_model_gives_them(case):
     build, example, names = NAMED[case]
     source = source_of(build(), mw.DataParallel(mw.create_mesh({"batch": 8})), example=example)
     assert sorted(spec.name for spec in source.inputs) == sorted(names)
+
+
+@pytest.mark.parametrize("option", [{"lengths": 8}, {"buckets": 8}, {"wait_s": None}])
+def test_options_of_another_type_are_refused_by_name(option: dict[str, Any]) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(mw.ModelError, match=f"{name}={value}: expected"):
+        options.ServeOptions.of(option)
+
+
+def test_no_lengths_may_be_said_as_none() -> None:
+    none = {"lengths": None, "buckets": None}
+    assert options.ServeOptions.of(none) == options.ServeOptions()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ class ServeOptions:
         faults += [
             f"{name}={value!r}: expected seconds, at least 0"
             for name in ("wait_s", "timeout_s", "follow_s")
-            if (value := getattr(self, name)) is not None and not _is_time(value)
+            if not (_is_time(value := getattr(self, name)) or (value is None and name != "wait_s"))
         ]
         if self.precision not in (None, *PRECISIONS):
             names = ", ".join(map(repr, PRECISIONS))
@@ -69,8 +69,8 @@ class ServeOptions:
             raise ModelError(
                 f"unknown option(s) of a server: {', '.join(unknown)}. Known: {', '.join(names)}."
             )
-        rising = {name: tuple(options[name]) for name in ("buckets", "lengths") if name in options}
-        return cls(**{**options, **rising})
+        given = {name: options[name] for name in ("buckets", "lengths") if name in options}
+        return cls(**{**options, **{name: _sizes(value) for name, value in given.items()}})
 
     def sizes(self, shards: int) -> tuple[int, ...]:
         """The rows of batches, each of which divides over the pieces of the batch."""
@@ -138,6 +138,13 @@ def _is_size(value: Any) -> bool:
 
 def _is_time(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def _sizes(value: Any) -> Any:
+    """Sizes as a tuple, ``None`` as an empty one; anything else is left for the check."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) else value
 
 
 def _are_rising(sizes: Any) -> bool:
