@@ -11,7 +11,7 @@ from meshwright.errors import ModelError
 from meshwright.frontends.keras.data_parallel import DataParallel
 from meshwright.frontends.keras.program import KerasVariables
 from meshwright.layouts.mesh import create_mesh
-from meshwright.ps.options import Tables
+from meshwright.ps.options import InputOptions, Tables
 from meshwright.ps.server.optimizers import TWINS, twin_of
 from meshwright.ps.shared.consistency import Async, Backup, Stale
 from meshwright.ps.shared.partitioners import FixedShardsPartitioner
@@ -356,3 +356,31 @@ def test_validation_data_may_have_weights_where_training_data_have_none():
     history = expected.fit(Batches(x, y), **how).history
     with ParameterServer() as servers:
         same_history(history, servers.fit(model, Batches(x, y), **how).history)
+
+
+class Shuffled(Batches):
+    """Batches of other rows in each epoch."""
+
+    def __init__(self, *arrays) -> None:
+        super().__init__(*arrays)
+        self.draw = np.random.default_rng(0)
+
+    def on_epoch_end(self) -> None:
+        order = self.draw.permutation(len(self.arrays[0]))
+        self.arrays = tuple(array[order] for array in self.arrays)
+
+
+@pytest.mark.parametrize("sharding", ["dynamic", "copy"])
+def test_a_dataset_that_changes_between_epochs_does_so_on_servers(sharding):
+    x, y = data()
+    expected, model = dense("sgd"), dense("sgd")
+    how = {"epochs": 3, "shuffle": False, "verbose": 0}
+    own, sent, options = Shuffled(x, y), Shuffled(x, y), InputOptions(sharding)
+    history = expected.fit(own, **how).history
+    outputs = expected.predict(own, verbose=0)
+    loss = expected.evaluate(own, steps=2, verbose=0)
+    with ParameterServer() as servers:
+        same_history(history, servers.fit(model, sent, input_options=options, **how).history)
+        np.testing.assert_allclose(servers.predict(model, sent, verbose=0), outputs, atol=1e-6)
+        assert servers.evaluate(model, sent, steps=2, verbose=0) == pytest.approx(loss, rel=1e-5)
+    assert apart(expected, model) < 1e-6

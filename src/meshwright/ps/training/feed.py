@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ class Feed:
 
     ``examples`` are one batch of each shape that is known beforehand. ``steps`` is the number of
     batches of an epoch, where that is known. ``whole`` says that one dataset holds all epochs.
+    ``changing`` is a ``PyDataset`` with hooks of its own, by which it changes between epochs.
     """
 
     maker: DatasetMaker
@@ -30,6 +32,16 @@ class Feed:
     steps: int | None
     whole: bool = False
     alike: bool = False  # no other shapes than those of the examples
+    changing: keras.utils.PyDataset | None = None
+
+    @contextlib.contextmanager
+    def epoch(self) -> Iterator[None]:
+        """Call the hooks of the dataset around an epoch, as Keras does."""
+        if self.changing is not None:
+            self.changing.on_epoch_begin()
+        yield
+        if self.changing is not None:
+            self.changing.on_epoch_end()
 
     def maker_for(self, epoch: int, skip: int) -> DatasetMaker:
         """What workers make for an epoch, without what was trained on before."""
@@ -38,9 +50,12 @@ class Feed:
         return replace(self.maker, skip=before + skip)
 
 
-def feed_of(data: Data, epochs: int = 1, *, num_workers: int = 1, seed: int = 0) -> Feed:
+def feed_of(
+    data: Data, epochs: int = 1, *, num_workers: int = 1, seed: int = 0, predicts: bool = False
+) -> Feed:
     """The feed of a user's data, for this number of epochs; arrays are shuffled by ``seed``.
 
+    Its first batch is looked at, which Keras counts as an epoch, but not where it ``predicts``.
     Raises :class:`~meshwright.DataError` and :class:`~meshwright.BatchError` for invalid data, and
     :class:`~meshwright.ModelError` for invalid weights of classes.
     """
@@ -58,13 +73,15 @@ def feed_of(data: Data, epochs: int = 1, *, num_workers: int = 1, seed: int = 0)
     if data.class_weight is not None:
         function = class_weights.of_batches(function, data.class_weight)
         dataset = function.weighted(dataset)
-    example = as_batch(first_element(dataset))
+    changing = _with_hooks(x)
+    with Feed(DatasetMaker(function), (), None, changing=None if predicts else changing).epoch():
+        example = as_batch(first_element(dataset))
     if why := _why_only_here(x):
         raise DataError(
             f"{type(x).__name__} {why}. Pass a function that makes the dataset on each worker: "
             "strategy.fit(model, lambda context: ...)."
         )
-    return Feed(DatasetMaker(function, num_workers), (example,), steps)
+    return Feed(DatasetMaker(function, num_workers), (example,), steps, changing=changing)
 
 
 def _of_arrays(data: Data, epochs: int, num_workers: int, seed: int) -> Feed:
@@ -82,6 +99,15 @@ def _of_arrays(data: Data, epochs: int, num_workers: int, seed: int) -> Feed:
     first, last = one[0], one[len(one) - 1]
     examples = (first,) if Signature.of(first) == Signature.of(last) else (first, last)
     return Feed(DatasetMaker(_Same(batches), num_workers), examples, steps, whole=True, alike=True)
+
+
+def _with_hooks(x: Any) -> keras.utils.PyDataset | None:
+    """The dataset, if it is a ``PyDataset`` that does something of its own between epochs."""
+    base = keras.utils.PyDataset
+    if not isinstance(x, base):
+        return None
+    hooks = ("on_epoch_begin", "on_epoch_end")
+    return x if any(getattr(type(x), hook) is not getattr(base, hook) for hook in hooks) else None
 
 
 def _why_only_here(dataset: Any) -> str | None:

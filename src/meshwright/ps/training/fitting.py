@@ -108,7 +108,8 @@ def evaluate(
     measure = MeasureShard(step, feed.maker, num_shards(workers, data.steps), data.steps)
     bar = ShardBar(verbose, measure.num_shards)
     coordinator = ClusterCoordinator(strategy)
-    measured = validate(coordinator, measure, 0, of_model.seeds(), after=bar.look)
+    with feed.epoch():
+        measured = validate(coordinator, measure, 0, of_model.seeds(), after=bar.look)
     assert measured is not None  # nothing breaks it off
     of_model.move_on(measured.elements, held_out=True)
     logs = of_model.logs_from(measured.counts)

@@ -41,7 +41,7 @@ def predict(
     check_options(batch_size=data.batch_size, verbose=verbose, steps=data.steps)
     refuse_to_preprocess(model, data.x)
     workers = strategy.num_workers
-    feed = feed_of(data, num_workers=workers)
+    feed = feed_of(data, num_workers=workers, predicts=True)
     batches = [inputs_of(example) for example in feed.examples]
     subject = Subject(strategy, model, batches, tables)
     purpose = ("predict", tables.embeddings, feed.alike)
@@ -50,9 +50,10 @@ def predict(
     count = num_shards(workers, data.steps)
     shards = PredictShard(of_model.step(), feed.maker, count, data.steps)
     coordinator = ClusterCoordinator(strategy)
-    values = [coordinator.schedule(shards, args=(shard,)) for shard in range(shards.num_shards)]
     bar = ShardBar(verbose, shards.num_shards)
-    coordinator.join_unless(watching(values, bar.look))
+    with feed.epoch():
+        values = [coordinator.schedule(shards, args=(shard,)) for shard in range(shards.num_shards)]
+        coordinator.join_unless(watching(values, bar.look))
     by_number = {at: leaves for shard in coordinator.fetch(values) for at, leaves in shard}
     if not by_number:
         raise BatchError("cannot predict: the data holds no batch.")

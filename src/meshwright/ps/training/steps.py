@@ -109,18 +109,21 @@ class ServerSteps(Steps):
 
     def take(self, epoch: int, done: int) -> Iterator[Taken]:
         batches = None
-        if self._sharding != "dynamic":  # each worker has an iterator over its share
-            maker = self._feed.maker_for(epoch, done)
-            batches = iter(self._coordinator.create_per_worker_dataset(maker, self._sharding))
-        while done < self.num_batches:
-            count = self._saver.until_due(self.num_batches - done)
-            self._has_values = self._has_slots = False
-            with self._drawing(done):
-                trained = self._train(batches, epoch, done, count)
-            self._served.move_on(trained)
-            self._num_trained += trained
-            done += trained
-            yield Taken(trained, done, {})
+        with self._feed.epoch():
+            if self._sharding != "dynamic":  # each worker has an iterator over its share
+                maker = self._feed.maker_for(epoch, done)
+                batches = iter(self._coordinator.create_per_worker_dataset(maker, self._sharding))
+            elif self._feed.changing is not None:  # workers get it again, as it is now
+                self._numbered = IndexedStep(self._step, self._feed.maker)
+            while done < self.num_batches:
+                count = self._saver.until_due(self.num_batches - done)
+                self._has_values = self._has_slots = False
+                with self._drawing(done):
+                    trained = self._train(batches, epoch, done, count)
+                self._served.move_on(trained)
+                self._num_trained += trained
+                done += trained
+                yield Taken(trained, done, {})
 
     def logs(self, last: Logs) -> Logs:
         logs = self._served.logs()
