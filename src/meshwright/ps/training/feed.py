@@ -34,14 +34,9 @@ class Feed:
     alike: bool = False  # no other shapes than those of the examples
     changing: keras.utils.PyDataset | None = None
 
-    @contextlib.contextmanager
-    def epoch(self) -> Iterator[None]:
+    def epoch(self) -> contextlib.AbstractContextManager[None]:
         """Call the hooks of the dataset around an epoch, as Keras does."""
-        if self.changing is not None:
-            self.changing.on_epoch_begin()
-        yield
-        if self.changing is not None:
-            self.changing.on_epoch_end()
+        return _epoch_of(self.changing)
 
     def maker_for(self, epoch: int, skip: int) -> DatasetMaker:
         """What workers make for an epoch, without what was trained on before."""
@@ -74,7 +69,7 @@ def feed_of(
         function = class_weights.of_batches(function, data.class_weight)
         dataset = function.weighted(dataset)
     changing = _with_hooks(x)
-    with Feed(DatasetMaker(function), (), None, changing=None if predicts else changing).epoch():
+    with _epoch_of(None if predicts else changing):
         example = as_batch(first_element(dataset))
     if why := _why_only_here(x):
         raise DataError(
@@ -99,6 +94,15 @@ def _of_arrays(data: Data, epochs: int, num_workers: int, seed: int) -> Feed:
     first, last = one[0], one[len(one) - 1]
     examples = (first,) if Signature.of(first) == Signature.of(last) else (first, last)
     return Feed(DatasetMaker(_Same(batches), num_workers), examples, steps, whole=True, alike=True)
+
+
+@contextlib.contextmanager
+def _epoch_of(changing: keras.utils.PyDataset | None) -> Iterator[None]:
+    if changing is not None:
+        changing.on_epoch_begin()
+    yield
+    if changing is not None:
+        changing.on_epoch_end()
 
 
 def _with_hooks(x: Any) -> keras.utils.PyDataset | None:
