@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import reprlib
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,7 +117,7 @@ def program_of(
     ``loss(params, batch, **more)`` takes what ``extras`` says, and ``state`` where there is one.
     """
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
-        what = " ".join(reprlib.repr(optimizer).split())
+        what = textwrap.shorten(repr(optimizer), 80, placeholder=" ...")
         inner = " Pass its tx." if hasattr(optimizer, "tx") else ""  # that of Flax holds one
         raise ModelError(
             "expected an Optax optimizer, such as optax.adam(0.001); received "
