@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from .layouts.context import in_place_of_context
+from .layouts.context_mesh import in_place_of_context
 from .layouts.dim_names import DimNames
 from .layouts.params import ParamInfo
 from .layouts.placement import Placement

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import BatchError, ModelError
-from ..layouts.context import outside_of_context
+from ..layouts.context_mesh import outside_of_context
 from ..layouts.mesh import Mesh
 from ..layouts.placement import Placement
 from ..planning.dry_run import Blocks, DryRun, dry_run_of

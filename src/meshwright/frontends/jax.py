@@ -17,8 +17,8 @@ from ..errors import ModelError
 from ..layouts.params import ParamInfo
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
 from ..step.gradient import check_dtypes
-from .boxes import tree_of
 from .extras import Extras, zeros
+from .flax_variables import tree_of
 from .kept_state import State, state_of
 from .optimizer_needs import Needs, again, loss_slot, needs_of, taking_loss
 from .trees import Tree

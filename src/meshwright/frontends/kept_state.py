@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..errors import ModelError
 from ..layouts.params import ParamInfo
 from ..program import Arrays
-from .boxes import tree_of
+from .flax_variables import tree_of
 from .trees import Tree
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ..errors import LayoutError, ModelError
-from ..layouts.context import outside_of_context
+from ..layouts.context_mesh import outside_of_context
 from ..layouts.placement import Placement
 from ..planning.measurement import Measured
 from ..planning.measuring import copier, measure_step

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ..errors import TargetError
-from ..layouts.context import outside_of_context
+from ..layouts.context_mesh import outside_of_context
 from ..layouts.mesh import Mesh, create_mesh
 from ..layouts.placement import Placement
 from ..planning.abstract_step import abstract_step

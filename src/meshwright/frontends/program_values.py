@@ -14,7 +14,7 @@ from ..errors import ModelError
 from ..layouts.params import ParamInfo
 from ..named.array import NamedArray
 from ..program import Arrays, Program, TrainState
-from .boxes import is_box
+from .flax_variables import is_variable
 from .jax import arrays_of, makes_parameters
 from .trees import Tree
 
@@ -59,7 +59,7 @@ def arrays_by_path(params: Any) -> Arrays:
     {'layer/w': 1.0}
     """
     tree = arrays_of(params() if makes_parameters(params) else params)
-    return Tree(tree, lambda node: isinstance(node, NamedArray) or is_box(node)).named(tree)
+    return Tree(tree, lambda node: isinstance(node, NamedArray) or is_variable(node)).named(tree)
 
 
 def _faults(values: Mapping[str, Any], infos: Iterable[ParamInfo]) -> list[str]:

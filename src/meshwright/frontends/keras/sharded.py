@@ -13,7 +13,7 @@ import keras
 from ... import _compat
 from ...checkpoint import PARTS, CheckpointInfo
 from ...errors import LayoutError, ModelError, PipelineError
-from ...layouts.context import outside_of_context
+from ...layouts.context_mesh import outside_of_context
 from ...layouts.dim_rules import RulesLike
 from ...layouts.explain import Explanation
 from ...layouts.layout_map import LayoutMap

@@ -16,18 +16,17 @@ from ..layouts.dim_names import ANY, DimNames, dims
 from ..layouts.dim_rules import is_name
 from .trees import Tree
 
-# Linen's boxes have an attribute of this name; NNX has had two keys for it among its metadata.
-_ATTRIBUTE = "names"
+# Linen's variables have names as an attribute; those of NNX have had these keys for them.
 _KEYS = ("out_sharding", "sharding_names", "sharding")
 _KINDS = (("flax.core.meta", "AxisMetadata"), ("flax.nnx", "Variable"))
 
 
 def tree_of(tree: Any) -> Tree:
     """The paths of a tree's arrays, without the ends that variables of Flax add to them."""
-    return Tree(tree, is_box, _names_of)
+    return Tree(tree, is_variable, _names_of)
 
 
-def is_box(node: Any) -> bool:
+def is_variable(node: Any) -> bool:
     """Whether a node of a tree is such a variable, and holds one array."""
     kinds = tuple(
         getattr(sys.modules[module], name) for module, name in _KINDS if module in sys.modules
@@ -37,10 +36,10 @@ def is_box(node: Any) -> bool:
 
 def _names_of(node: Any) -> DimNames | None:
     """What the model calls the dims; none where an optimizer has made another array of it."""
-    if not is_box(node):
+    if not is_variable(node):
         return None
     (array,) = jax.tree.leaves(node)
-    names = getattr(node, _ATTRIBUTE, None) or _metadata(node)
+    names = getattr(node, "names", None) or _metadata(node)
     if not isinstance(names, tuple | jax.sharding.PartitionSpec) or len(names) != array.ndim:
         return None
     return dims(_plain(names))
