@@ -14,6 +14,9 @@ PARALLEL := --dist loadgroup --max-worker-restart 0 --numprocesses $(WORKERS)
 UNMIXED := $(if $(filter output-sync,$(.FEATURES)),--output-sync) # Make before 4.0 cannot
 MAY_BE_NONE := || test $$? -eq 5 # pytest ends with 5 where it finds no test, as with ARGS of one file
 
+# Images of containers often set it; tests then compile every module again in each of their processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .PHONY: help demo install install-dev check types docs style test test-full test-targets bench release clean
