@@ -22,7 +22,7 @@ from ..jaxprs.edits import call_of, shapes_of
 from ..jaxprs.slices import variables
 from ..layouts.layout import Layout
 from ..layouts.zero import share_out
-from .remat_stretches import gathered, is_gather
+from .remat_stretches import but_complex, gathered, is_gather
 
 Var = Any
 
@@ -280,5 +280,6 @@ def _gathering(closed: Any, slots: Mapping[int, Slices], policy: Callable[..., A
         return jaxpr_as_fun(closed)(*values)
 
     shapes = shapes_of(closed.jaxpr.invars)
-    kept = step if policy is None else jax.checkpoint(step, policy=policy, prevent_cse=False)
+    how = {"policy": but_complex(policy), "prevent_cse": False}
+    kept = step if policy is None else jax.checkpoint(step, **how)
     return jax.make_jaxpr(kept)(*shapes)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import _compat
@@ -214,6 +215,35 @@ def but_gathered(policy: Callable[..., Any]) -> Callable[..., Any]:
     return keeps
 
 
+def but_complex(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """The same policy of what is kept, but for complex values, which are computed again.
+
+    JAX rounds what a checkpoint keeps by an operation that takes real numbers only, and so cannot
+    trace a policy that keeps complex ones (0.10).
+    """
+    if policy is None:
+        return None
+
+    def keeps(primitive: Any, *args: Any, **params: Any) -> Any:
+        return not _is_complex(primitive, args, params) and policy(primitive, *args, **params)
+
+    return keeps
+
+
+_COMPLEX_OF_REAL = ("complex", "conj", "fft", "eig")
+
+
+def _is_complex(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> bool:
+    """Whether it takes complex values, or makes them of real ones."""
+    inside = (params.get(name) for name in ("call_jaxpr", "jaxpr"))
+    made = [aval for closed in inside for aval in getattr(closed, "out_avals", ())]
+    dtypes = [getattr(aval, "dtype", None) for aval in (*args, *made)]
+    return primitive.name in _COMPLEX_OF_REAL or any(
+        dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+        for dtype in (*dtypes, params.get("new_dtype"))
+    )
+
+
 def _gathers(closed: Any) -> bool:
     return any(is_gather(eqn) for eqn in getattr(closed, "jaxpr", closed).eqns)
 
@@ -254,7 +284,8 @@ def _by_itself(
         take(eqns, here)
         return [here[var] for var in results]
 
-    checkpointed = jax.checkpoint(part, policy=stretch.policy, prevent_cse=not stretch.in_loop)
+    policy = but_complex(stretch.policy)
+    checkpointed = jax.checkpoint(part, policy=policy, prevent_cse=not stretch.in_loop)
     values = checkpointed(*(env[var] for var in inputs))
     env.update(zip(results, values, strict=True))
 
