@@ -20,6 +20,7 @@ from meshwright.testing import Case, assert_equivalent
 draw = np.random.default_rng(3)
 X = draw.normal(size=[32, 12]).astype("float32")
 Y = draw.integers(0, 4, 32)
+SHAPE = jax.ShapeDtypeStruct(X.shape, "float32")
 MESHES = ["batch=8", "batch=4, model=2"]
 SPLIT = {"hidden.*kernel": [None, "model"], "hidden.*bias": ["model"]}
 
@@ -331,9 +332,11 @@ def test_whole_numbers_are_equal_or_not() -> None:
         (None, r"build\(\) returned NoneType None; build\(\) must return \(model, batch\)"),
         ((1, (X, Y)), "returned 1 for a model; it must be a compiled Keras model or a Program"),
         ((linear()[0], None), "returned no batch"),
+        ((linear()[0], {"x": SHAPE, "y": Y}), r"with float32 of shape \(32, 12\), without values"),
+        ((dense(), (SHAPE, Y)), r"with float32 of shape \(32, 12\), without values"),
         ((keras.Sequential([keras.Input([2])]), (X, Y)), "is not compiled: call model.compile"),
     ],
-    ids=["nothing", "no model", "no batch", "not compiled"],
+    ids=["nothing", "no model", "no batch", "shapes", "shapes for Keras", "not compiled"],
 )
 def test_what_build_must_return_is_told(built: Any, message: str) -> None:
     with pytest.raises((mw.ModelError, mw.BatchError), match=message):

@@ -111,6 +111,17 @@ def under_mesh(
     return _run_keras(case, setup, strategy, steps)
 
 
+def _check_values(case: Case) -> None:
+    """Raise :class:`BatchError` for a batch of shapes, by which a dry run can be made."""
+    for value in jax.tree.leaves(case.batches):
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise BatchError(
+                f"build() returned a batch with {value.dtype} of shape {value.shape}, without "
+                "values. Meshes are compared by training: return arrays, drawn by a generator of a "
+                "fixed seed. Dry runs and plans take them, too."
+            )
+
+
 def _check_batches(case: Case, first: Case) -> None:
     """Refuse to compare what was trained on other data."""
     arrays, before = (list(map(as_numpy, jax.tree.leaves(of.batches))) for of in (case, first))
@@ -225,6 +236,7 @@ def _built(
         keras.utils.set_random_seed(seed)
         with scope:
             case = case_of(build(), layouts, options or {})
+            _check_values(case)
         if double:
             case = replace(case, batch=[_widened(batch) for batch in case.batches])
         if isinstance(case.model, Program):
