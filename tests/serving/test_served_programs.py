@@ -170,3 +170,17 @@ def test_eight_bits_take_a_matrix() -> None:
     ):
         mw.Server(lambda p, x: x * p["b"], params={"b": np.ones(4, "float32")}, example=X,
                   precision="int8")  # fmt: skip
+
+
+def test_a_forward_pass_that_fails_is_an_error_with_the_inputs_that_it_got() -> None:
+    batch = {"x": X, "y": X}  # all of it goes in; of a tuple, x alone
+    message = r"forward pass of 'mlp' cannot be traced .*TypeError.*\n.*'x': 'float32\[\d+, 4\]'"
+    served = mw.Server(program(), on(model=4), params=init(), example=batch)
+    with pytest.raises(mw.ModelError, match=message), served:
+        pass
+    abstract = mw.Placement.of(mw.Mesh({"model": 4}), LAYOUTS, batch=None)
+    for compile in (True, False):
+        with pytest.raises(mw.ModelError, match=message):
+            mw.dry_serve(
+                program(), batch, strategy=abstract, target="cpu:4", rows=[8], compile=compile
+            )

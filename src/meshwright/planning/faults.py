@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from typing import Any
+
+import jax
 
 from .. import _compat
 from ..errors import MeshwrightError, ModelError
@@ -44,6 +47,16 @@ def tracing(name: str) -> contextlib.AbstractContextManager[None]:
         "The cause is shown in full by --traceback, or by the exception's __cause__."
     )
     return as_model_error(f"the step of {name!r} cannot be traced", way_out)
+
+
+def tracing_forward(name: str, inputs: Any) -> contextlib.AbstractContextManager[None]:
+    """For what is inside and traces the forward pass of a model with these ``inputs``."""
+    shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", inputs)
+    way_out = (
+        f"\nIts inputs are {shapes}. Of a batch (x, y) a forward pass gets x, of any other, such "
+        "as a dict, all of it."
+    )
+    return as_model_error(f"the forward pass of {name!r} cannot be traced", way_out)
 
 
 def in_short(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ..errors import DoesNotFitError, PlanError
+from ..program import TrainState
 from ..targets.hardware import Hardware
 from ..targets.target import Target
 from ..units import bytes_text, seconds_text
@@ -18,6 +19,7 @@ from .abstract_step import AbstractStep
 from .ahead import compile_abstract
 from .analytic.report import report_of_graph
 from .dry_run import not_compiled
+from .faults import tracing_forward
 from .graph import Graph
 from .prices import price_of
 from .reading import read, refused
@@ -49,7 +51,12 @@ class ForwardStep(AbstractStep):
     @functools.cached_property
     def _forward(self) -> Any:
         predict = self.predict_step
-        return jax.jit(lambda whole, batch: predict(whole.params, whole.state, batch))
+
+        def in_words(whole: TrainState, batch: Any) -> Any:
+            with tracing_forward(self.program.name, batch):
+                return predict(whole.params, whole.state, batch)
+
+        return jax.jit(lambda whole, batch: in_words(whole, batch))
 
     @property
     def has_gradients(self) -> bool:

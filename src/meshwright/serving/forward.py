@@ -18,6 +18,7 @@ from ..frontends.inputs import leaf_names
 from ..frontends.typical_length import typical_length
 from ..jaxprs.rows import RowsMixError, row_dims
 from ..launch.progress import inside
+from ..planning.faults import tracing_forward
 from ..program import TrainState, shapes_of
 from .api import TensorSpec
 from .ragged import Ragged, ragged_of
@@ -155,7 +156,8 @@ class Forward:
 
         def traced(rows: int) -> Any:
             batch = self.source.batch(self.shapes_of(Shape(rows, self.typical.lengths)))
-            return jax.make_jaxpr(forward)(bare.params, bare.state, batch)
+            with tracing_forward(self.source.name, batch):
+                return jax.make_jaxpr(forward)(bare.params, bare.state, batch)
 
         large = traced(max(most, 2) + 1)
         for rows in (2, 1):
