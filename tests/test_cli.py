@@ -98,6 +98,16 @@ def test_an_error_of_ours_is_one_clean_message():
     assert "Traceback" not in result.stderr
 
 
+def test_an_error_in_a_traced_function_has_no_note_on_a_traceback_that_is_not_shown():
+    def fail():
+        error = mw.ModelError("no forward function")
+        error.add_note("  line 1")
+        raise error
+
+    result = CliRunner().invoke(Group(commands=[Command("fail", callback=jax.jit(fail))]), ["fail"])
+    assert (result.exit_code, result.stderr) == (2, "Error: no forward function\n  line 1\n")
+
+
 @pytest.mark.parametrize("place", ["before", "after", "environment"])
 def test_the_traceback_is_shown_when_it_is_asked_for(place):
     command = [*GRID, "--dims", "784", "--layout", "modl"]

@@ -29,6 +29,16 @@ def own_error(error: BaseException) -> BaseException:
     return error
 
 
+def is_about_frames(note: str) -> bool:
+    """Whether a note of an error is JAX' own, on the frames that a traceback leaves out.
+
+    JAX 0.10.2 adds it to what a traced function raises.
+    """
+    from jax._src.traceback_util import _simplified_tb_msg
+
+    return note.endswith(_simplified_tb_msg)
+
+
 def ran_out_of_memory(words: str) -> bool:
     """Whether a compiler's error, as text, says that the program does not fit into a device.
 

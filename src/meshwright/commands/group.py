@@ -65,7 +65,7 @@ def _plain_warnings() -> Iterator[None]:
 
 def _lines_of(error: Exception) -> list[str]:
     """The message as it is shown; nothing for an error that has not met the user's code."""
-    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    notes = _notes_of(error)
     if isinstance(error, MeshwrightError):
         return [str(error), *notes]
     from ..jaxprs.lines import user_lines
@@ -74,6 +74,16 @@ def _lines_of(error: Exception) -> list[str]:
     way_out = ["(--traceback shows the whole traceback)"]
     headline = f"{type(error).__name__}: {error}".rstrip(": ")
     return [headline, *notes, *frames, *way_out] if frames else []
+
+
+def _notes_of(error: Exception) -> list[str]:
+    """What is noted of an error, but for what is about its traceback, which is not shown."""
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    if notes:
+        from .. import _compat
+
+        notes = [note for note in notes if not _compat.is_about_frames(note)]
+    return notes
 
 
 class Command(click.Command):
