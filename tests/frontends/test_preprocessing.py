@@ -96,3 +96,16 @@ def test_a_task_is_given_numbers_on_parameter_servers_and_without_its_preprocess
     model.preprocessor = None
     with pytest.raises(mw.DataError, match="Convert strings to ids first"):
         mw.DataParallel(mw.create_mesh({"batch": 8})).fit(model, TEXTS, Y, **HOW)
+
+
+def test_a_task_without_a_preprocessor_reads_arrays_in_their_own_order() -> None:
+    """Its ``fit`` makes a dataset of them, which nothing shuffles."""
+    numbers = np.linspace(0, 1, 20)[:, None]
+    alone, strategy = build(), mw.DataParallel(mw.create_mesh({"batch": 8}))
+    with strategy.scope():
+        model = build()
+    for task in (alone, model):
+        task.preprocessor = None
+    keras.Sequential.fit(alone, numbers, Y, shuffle=False, **HOW)
+    strategy.fit(model, numbers, Y, **HOW)
+    np.testing.assert_allclose(model.get_weights()[0], alone.get_weights()[0], rtol=1e-5)

@@ -29,6 +29,8 @@ def preprocessed_to_fit(
 ) -> tuple[Data, Validation, Schedule]:
     """The same for ``fit``: it holds rows out, repeats the data, and may add a callback."""
     if not _preprocesses(model, data.x):
+        if _is_task(model):  # it reads arrays in their own order, whatever shuffle= says
+            data = replace(data, shuffle=False)
         return data, validation, schedule
     given = {
         "x": data.x,
@@ -66,11 +68,14 @@ def refuse_to_preprocess(model: keras.Model, x: Any) -> None:
 def _preprocesses(model: keras.Model, x: Any) -> bool:
     """Whether the model makes numbers of ``x``: of arrays, ``tf.data`` and Grain datasets, and not
     of batches that are made elsewhere."""
-    is_task = hasattr(model, "preprocess_samples")
-    if not is_task or getattr(model, "preprocessor", model) is None:
+    if not _is_task(model) or getattr(model, "preprocessor", model) is None:
         return False
     is_dataset = hasattr(x, "map")
     return is_dataset or isinstance(x, list | tuple | Mapping) or hasattr(x, "__array__")
+
+
+def _is_task(model: keras.Model) -> bool:
+    return hasattr(model, "preprocess_samples")
 
 
 def _handed_on(model: keras.Model, method: str, given: dict[str, Any]) -> dict[str, Any]:
