@@ -13,6 +13,8 @@ from keras import callbacks, layers
 from models import Batches
 from oracle import OneDevice, classifier, largest_gap, made, sharded, train, weights
 
+import meshwright as mw
+
 draw = np.random.default_rng(9)
 X = draw.normal(size=[44, 12]).astype("float32")
 Y = draw.integers(0, 4, 44)
@@ -220,3 +222,47 @@ def test_weights_survive_a_stopped_training() -> None:
     strategy.fit(model, X, Y, batch_size=16, epochs=9, verbose=0, callbacks=[StopAt()])
     assert int(model.optimizer.iterations) == 5
     assert all(np.isfinite(value).all() for value in weights(model).values())
+
+
+class TwiceListed(keras.Model):
+    """Adds to Keras' metrics one that Keras has found itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = layers.Dense(4)
+        self.largest = keras.metrics.Mean(name="largest")
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.largest, *super().metrics]
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *rest: Any) -> Any:
+        self.largest.update_state(keras.ops.max(y_pred))
+        return super().compute_loss(x, y, y_pred, *rest)
+
+
+class TwiceListedStep(TwiceListed):
+    def train_step(self, state: Any, data: Any) -> Any:
+        return super().train_step(state, data)
+
+
+@pytest.mark.parametrize("kind", [TwiceListed, TwiceListedStep])
+def test_a_model_may_list_a_metric_twice(kind: type[keras.Model]) -> None:
+    def twice() -> keras.Model:
+        model = kind()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, metrics=["accuracy"])
+        return model
+
+    options: Any = {"x": X[:32], "y": Y[:32], "batch_size": 16, "shuffle": False}
+    callback = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)
+    options |= {"validation_data": (X, Y), "callbacks": [callback]}
+    actual = train(mw.DataParallel(mw.create_mesh({"batch": 8})), twice, **options)
+    expected = train(OneDevice(), twice, **options)
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(actual.history[name], values, rtol=1e-5, err_msg=name)
+    gap, path = largest_gap(actual.weights, expected.weights)
+    assert gap <= 1e-6, path

@@ -46,13 +46,15 @@ class KerasVariables:
     slots: dict[str, Any]
     metrics: dict[str, Any]
     infos: dict[int, ParamInfo]
+    listed: tuple[str, ...]  # paths of metrics as the model lists them: some perhaps twice
     storing: Storing | Stacking = field(default_factory=Storing)
 
     @classmethod
     def of(cls, model: keras.Model) -> KerasVariables:
         """Those of a built model."""
         infos = model_infos(model)
-        metrics = model.metrics_variables
+        listed = model.metrics_variables
+        metrics = list({id(metric): metric for metric in listed}.values())
         optimizer = _compat.optimizer_of(model)
         slots = [] if optimizer is None else optimizer.variables
         find_parameters(slots, model.trainable_variables)
@@ -74,6 +76,7 @@ class KerasVariables:
             slots=_by_path(slots, infos),
             metrics=_by_path(metrics, infos),
             infos=infos,
+            listed=tuple(infos[id(metric)].path for metric in listed),
         )
 
     def under(self, placement: Placement) -> KerasVariables:
@@ -84,6 +87,17 @@ class KerasVariables:
     def stored_by(self, storing: Storing | Stacking) -> KerasVariables:
         """The same variables, stored as some steps take them."""
         return replace(self, storing=storing)
+
+    def metrics_as_listed(self, values: Arrays) -> list[Any]:
+        """Values of metrics in the order of ``model.metrics_variables``.
+
+        A model whose ``metrics`` add to those of Keras what Keras has found lists it twice.
+        """
+        return [values[path] for path in self.listed]
+
+    def metrics_by_path(self, values: list[Any]) -> Arrays:
+        """The reverse of :meth:`metrics_as_listed`."""
+        return dict(zip(self.listed, values, strict=True))
 
     @property
     def all(self) -> list[Any]:
@@ -217,7 +231,7 @@ class _Functions:
             value, aux = compute(
                 _ordered(v.params, params),
                 _ordered(v.state, whole.state),
-                _ordered(v.metrics, whole.metrics),
+                v.metrics_as_listed(whole.metrics),
                 x,
                 y,
                 weights,
@@ -228,16 +242,16 @@ class _Functions:
         # Transformations drop notes on arrays: Keras' own metrics see no mask while training.
         masks = [] if training else _compat.masks_of(outputs)
         masked = outputs, masks or [None] * len(jax.tree.leaves(outputs))
-        return value, Aux(unscaled, masked, _named(v.state, state), _named(v.metrics, metrics))
+        return value, Aux(unscaled, masked, _named(v.state, state), v.metrics_by_path(metrics))
 
     def measure(self, metrics: Arrays, aux: Aux, batch: Batch) -> tuple[Arrays, Logs]:
         v = self.variables
         outputs, masks = aux.outputs
         _compat.set_masks(outputs, masks)
         logs, new = _compat.update_metrics(
-            self.model, _ordered(v.metrics, metrics), aux.loss, _unpack(batch), outputs
+            self.model, v.metrics_as_listed(metrics), aux.loss, _unpack(batch), outputs
         )
-        return _named(v.metrics, new), logs
+        return v.metrics_by_path(new), logs
 
     def update(self, params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:
         v = self.variables
@@ -333,11 +347,17 @@ def _named(part: dict[str, Any], values: list[Any]) -> Arrays:
 
 
 def _lists(v: KerasVariables, whole: TrainState) -> list[list[Any]]:
-    return [_ordered(part, values) for part, values in zip(_parts(v), whole, strict=True)]
+    return [
+        _ordered(v.params, whole.params),
+        _ordered(v.state, whole.state),
+        _ordered(v.slots, whole.slots),
+        v.metrics_as_listed(whole.metrics),
+    ]
 
 
 def _state(v: KerasVariables, lists: Any) -> TrainState:
-    return TrainState(*(dict(zip(part, new)) for part, new in zip(_parts(v), lists, strict=True)))  # noqa: B905
+    paths = (v.params, v.state, v.slots, v.listed)
+    return TrainState(*(dict(zip(part, new)) for part, new in zip(paths, lists, strict=True)))  # noqa: B905
 
 
 def _unpack(batch: Batch) -> tuple[Any, Any, Any]:

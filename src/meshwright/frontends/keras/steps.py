@@ -237,7 +237,7 @@ class KerasSteps(Steps):
             "trainable_variables": [state.params[path] for path in v.params],
             "non_trainable_variables": [state.state[path] for path in v.state],
             "optimizer_variables": [state.slots[path] for path in v.slots],
-            "metrics_variables": [state.metrics[path] for path in v.metrics],
+            "metrics_variables": v.metrics_as_listed(state.metrics),
         }
 
     def work(self) -> StepWork:
