@@ -224,6 +224,38 @@ def test_weights_survive_a_stopped_training() -> None:
     assert all(np.isfinite(value).all() for value in weights(model).values())
 
 
+class Reordered(Batches):
+    """Another order of its batches after each epoch."""
+
+    log: list[str]
+
+    def on_epoch_begin(self) -> None:
+        self.log = [*getattr(self, "log", []), "begin"]
+
+    def on_epoch_end(self) -> None:
+        self.log.append("end")
+        self.x, self.y = (np.roll(array, 5, axis=0) for array in (self.x, self.y))
+
+
+def test_the_hooks_of_a_dataset_are_called_as_often_as_in_keras() -> None:
+    """Before the first pass too, whether or not the model had to be built."""
+    logs = []
+    for strategy in (sharded(), OneDevice()):
+        model = made(strategy, build)
+        data = [Reordered(X, Y) for _ in range(3)]
+        for reader in data:
+            reader.log = []
+        strategy.fit(model, data[0], validation_data=data[1], shuffle=False, epochs=2, verbose=0)
+        strategy.fit(model, data[0], shuffle=False, verbose=0)
+        numbers = strategy.evaluate(model, data[2], verbose=0)
+        logs.append(([reader.log for reader in data], numbers, weights(model)))
+    (actual, measured, trained), (expected, right, oracle) = logs
+    assert actual == expected
+    np.testing.assert_allclose(measured, right, rtol=1e-6)
+    gap, path = largest_gap(trained, oracle)
+    assert gap <= 1e-6, path
+
+
 class TwiceListed(keras.Model):
     """Adds to Keras' metrics one that Keras has found itself."""
 

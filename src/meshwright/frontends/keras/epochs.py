@@ -84,6 +84,7 @@ class Epochs:
         waits = isinstance(data.x, OwnBatches)
         self._prefetch = Prefetch(0) if waits else Prefetch(early=self._is_array)
         self._peeked: tuple[list[Any], Iterator[Any]] | None = None
+        self._looked = False
         self.first_facts: dict[str, str] = {}  # of the first batch that chunks() has read
 
     @property
@@ -93,6 +94,7 @@ class Epochs:
 
     def first_batch(self) -> Any:
         """A batch to build the model for; the first epoch still has it."""
+        self._looked = True
         rest = self._epoch()
         for batch in rest:
             if self._is_one_shot:
@@ -103,9 +105,15 @@ class Epochs:
         raise BatchError("the data holds no batch.")
 
     def again(self) -> None:
-        """Begin the data again; Keras keeps no more of a generator than its first two batches."""
-        self._epochs.reset()
-        self._peeked = None
+        """Begin the data again, as Keras does before it trains or evaluates even where it need not
+        look at a batch: a dataset may lie in another order from then on.
+
+        It keeps no more of a generator than its first two batches.
+        """
+        if not self._looked:
+            self._epochs.reset()
+            self._peeked = None
+        self._looked = False
 
     def pad_where(self, row_wise: RowWise) -> None:
         """Pad batches that do not divide where rows leave each other alone."""

@@ -77,6 +77,7 @@ def fit(
     functions = functions_of(strategy, model, variables, guard.stands_still, example)
     variables = variables.stored_by(functions.steps.outside)
     guard.stored_by(functions.steps.outside)
+    epochs.again()
     epochs.pad_where(functions.row_wise)
 
     held_out: list[Epochs] = []  # one reader for all validations, as in Keras
@@ -224,9 +225,9 @@ class _Pass(NamedTuple):
         strategy = strategy.unstaged
         if epochs is None:
             epochs = Epochs(strategy.placement, model, data, kind)
-        else:
-            epochs.again()
         variables = strategy.prepare(model, epochs.first_batch, forward_only=predicts)
+        if not predicts:
+            epochs.again()
         functions = functions_of(strategy, model, variables)
         epochs.pad_where(functions.row_wise)
         listed = callback_list(model, callbacks, verbose, steps=epochs.num_batches)
