@@ -374,13 +374,15 @@ class Shuffled(Batches):
 def test_a_dataset_that_changes_between_epochs_does_so_on_servers(sharding):
     x, y = data()
     expected, model = dense("sgd"), dense("sgd")
-    how = {"epochs": 3, "shuffle": False, "verbose": 0}
+    how = {"epochs": 3, "shuffle": False, "verbose": 0, "validation_steps": 1}
     own, sent, options = Shuffled(x, y), Shuffled(x, y), InputOptions(sharding)
-    history = expected.fit(own, **how).history
+    held_out, validated = Shuffled(x, y), Shuffled(x, y)
+    history = expected.fit(own, validation_data=held_out, **how).history
     outputs = expected.predict(own, verbose=0)
     loss = expected.evaluate(own, steps=2, verbose=0)
     with ParameterServer() as servers:
-        same_history(history, servers.fit(model, sent, input_options=options, **how).history)
+        how |= {"validation_data": validated, "input_options": options}
+        same_history(history, servers.fit(model, sent, **how).history)
         np.testing.assert_allclose(servers.predict(model, sent, verbose=0), outputs, atol=1e-6)
         assert servers.evaluate(model, sent, steps=2, verbose=0) == pytest.approx(loss, rel=1e-5)
     assert apart(expected, model) < 1e-6

@@ -67,6 +67,7 @@ class ServerSteps(Steps):
         fresh = not isinstance(strategy.consistency, Async)
         self._how = uuid.uuid4().hex, compression, fresh
         self._held_out, self._num_workers = held_out, strategy.num_workers
+        self._measure: MeasureShard | None = None
         self._every = local.every if local else 1
         self._edition = self._num_trained = 0
         self._has_values = self._has_slots = True  # the model, not only the servers
@@ -85,11 +86,19 @@ class ServerSteps(Steps):
     def _numbered(self) -> IndexedStep:
         return IndexedStep(self._step, self._feed.maker)
 
-    @functools.cached_property
-    def _measure(self) -> MeasureShard:
-        assert self._held_out is not None  # there is data
-        shards = num_shards(self._num_workers, self._held_out.steps)
-        return MeasureShard(self._step, self._held_out.maker, shards, self._held_out.steps)
+    @contextlib.contextmanager
+    def _measuring(self) -> Iterator[MeasureShard]:
+        """What workers run to validate. A dataset that changes hears of each validation, and that
+        an epoch ends before it, as in Keras; before the first one, a look at it has ended."""
+        held_out = self._held_out
+        assert held_out is not None  # there is data
+        if held_out.changing is not None and self._measure is not None:
+            held_out.changing.on_epoch_end()
+        with held_out.epoch():
+            if self._measure is None or held_out.changing is not None:
+                shards = num_shards(self._num_workers, held_out.steps)
+                self._measure = MeasureShard(self._step, held_out.maker, shards, held_out.steps)
+            yield self._measure
 
     def __enter__(self) -> None:
         self._served.put()
@@ -138,9 +147,10 @@ class ServerSteps(Steps):
     def validate(self, stopping: Stopping) -> Logs:
         self._edition += 1  # workers have what they read before other workers' last steps
         seeds = self._served.seeds()
-        measured = validate(
-            self._coordinator, self._measure, self._edition, seeds, lambda: stopping.is_asked
-        )
+        with self._measuring() as measure:
+            measured = validate(
+                self._coordinator, measure, self._edition, seeds, lambda: stopping.is_asked
+            )
         if measured is None:
             self._take()
             raise stopping.error()
