@@ -104,6 +104,16 @@ class Work:
         """How often it is done where it is done once without remat."""
         return self.runs[EVERY_REMAT.index(remat)]
 
+    @functools.cached_property
+    def far_counts(self) -> tuple[tuple[int, int], ...]:
+        """How often each piece is among ``far``: the norm of all gradients reads hundreds."""
+        return tuple(Counter(self.far).items())
+
+    @functools.cached_property
+    def near_counts(self) -> tuple[tuple[int, int], ...]:
+        """The same of ``near``."""
+        return tuple(Counter(self.near).items())
+
     @property
     def is_free(self) -> bool:
         """Whether it takes no time whatever the layout, as fusion does it on the way."""

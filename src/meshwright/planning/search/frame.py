@@ -158,7 +158,7 @@ def least_shared_s(problem: Compact, setting: Setting) -> float:
     """Arithmetic and memory traffic alone, shared by all devices of the mesh."""
     every, pieces, total = float(np.max(setting.size_of)), problem.pieces, 0.0
     for work, count in zip(problem.works, problem.counts, strict=True):
-        moved = sum(pieces[place].nbytes for place in work.far)
+        moved = sum(count * pieces[place].nbytes for place, count in work.far_counts)
         flops_s = work.flops * least_seconds_per_flop(setting, work)
         runs = count * work.times * min(work.runs)
         total += runs * max(flops_s, moved * setting.seconds_per_byte)

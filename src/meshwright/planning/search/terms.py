@@ -229,12 +229,12 @@ def work_done(lay: Lay, work: Work) -> tuple[Values, Values]:
     if updates:
         divisor = divisor * _pieces(lay, lay.problem.pieces[work.results[0]])
     moved, pieces = np.zeros(lay.rows), lay.problem.pieces
-    for place in work.far:
+    for place, count in work.far_counts:
         cut = _pieces(lay, pieces[place]) if updates else 1
-        moved = moved + loops * used_bytes(lay, pieces[place], work) / cut
-    for place in work.near:
+        moved = moved + count * loops * used_bytes(lay, pieces[place], work) / cut
+    for place, count in work.near_counts:
         rest = used_bytes(lay, pieces[place], work) - lay.setting.kept_bytes
-        moved = moved + loops * np.maximum(rest, 0.0)
+        moved = moved + count * loops * np.maximum(rest, 0.0)
     return work.flops / divisor, moved
 
 
