@@ -200,19 +200,44 @@ def test_a_step_that_does_not_compile_is_an_error_in_the_compilers_words():
         compile_ahead(jax.jit(unknown), [x], "cpu:8")
 
 
-@pytest.mark.parametrize("call", ["debug_print", "pure_callback"])
-def test_a_step_that_calls_back_into_python_is_an_error(call):
+def test_a_step_that_calls_back_into_python_is_an_error():
     def noisy(x):
-        if call == "debug_print":
-            jax.debug.print("{}", x)
-            return x
         return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     x = laid_out(mw.Mesh({"batch": 8}), (16,), ["batch"])
     with pytest.raises(
-        mw.CompileError, match=r"cannot be lowered for cpu:8: .*\. Leave jax.debug.print, jax.pure"
+        mw.CompileError, match=r"cannot be lowered for cpu:8: .*\. Leave jax.pure_callback"
     ):
         compile_ahead(jax.jit(noisy), [x], "cpu:8")
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_what_a_step_prints_costs_nothing_and_stays(donated):
+    """Also in branches, in loops, and where the forward pass is computed again."""
+    shown = []
+
+    def step_that_calls(call):
+        def layer(y, w):
+            call(y[0, 0])
+            return jnp.tanh(y @ w)
+
+        def loss(w, x):
+            y, _ = jax.lax.scan(lambda y, _: (jax.checkpoint(layer)(y, w), None), x, length=2)
+            return jax.lax.cond(y[0, 0] > 2, lambda y: layer(y, w), lambda y: y, y).sum()
+
+        return jax.jit(lambda w, x: w - jax.grad(loss)(w, x), donate_argnums=donated)
+
+    noisy = step_that_calls(lambda value: jax.debug.callback(shown.append, value))
+    silent = step_that_calls(lambda value: None)
+    mesh = mw.Mesh({"batch": 8})
+    args = [laid_out(mesh, (16, 16), [None]), laid_out(mesh, (32, 16), ["batch"])]
+    found, expected = (compile_ahead(step, args, "cpu:8") for step in (noisy, silent))
+    assert (found.peak_bytes, found.donated_bytes) == (expected.peak_bytes, expected.donated_bytes)
+    assert len(found.collectives) == len(expected.collectives) > 0
+    assert bool(found.donated_bytes) == bool(donated)
+    noisy(jnp.ones((16, 16)), jnp.ones((32, 16)))
+    jax.effects_barrier()
+    assert shown
 
 
 def test_without_the_compiler_for_gpus_the_error_names_the_command(monkeypatch):

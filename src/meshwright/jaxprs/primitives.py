@@ -200,8 +200,9 @@ CHECKPOINTS = frozenset(("checkpoint", "remat2"))  # JAX has had two names
 # These run one jaxpr once, as it is; JAX 0.11 calls it eval_jaxpr.
 CALLS = CHECKPOINTS | {"jit", "closed_call", "core_call", "eval_jaxpr"}
 CONTROL_FLOW = frozenset(("cond", "scan", "while"))
-# These call Python on the host.
-CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
+# These call Python on the host, for what it prints or also for what it returns.
+PRINTS = frozenset(("debug_callback", "debug_print"))
+CALLBACKS = PRINTS | {"pure_callback", "io_callback"}
 # These act on devices or on the host: they may do another thing each time, or with each piece.
 OUTSIDE = CALLBACKS | frozenset(
     ["shard_map", "pallas_call", "core_map", "mpmd_map", "run_state", "run_scoped", "ffi_call"]

@@ -22,7 +22,8 @@ from ..errors import CompileError, DoesNotFitError, TargetError
 from ..hlo.collectives import Collective, read_collectives
 from ..jaxprs.edits import equations
 from ..jaxprs.lines import Lines, SourceLine, noting
-from ..jaxprs.primitives import CALLBACKS
+from ..jaxprs.primitives import CALLBACKS, PRINTS
+from ..jaxprs.prints import has_prints, without_prints
 from ..layouts.mesh import Mesh
 from ..step.platform import tracing_for
 from ..targets import gpu
@@ -165,8 +166,12 @@ def _exported(
     with _tracing(jitted, target) as lines:
         with tracing(getattr(jitted, "__name__", "step")):
             traced = jitted.trace(*abstract)
-        exported = _export(jitted, traced, abstract, target)
-    donated = [i for i, leaf in enumerate(jax.tree.leaves(traced.args_info)) if leaf.donated]
+        donated = [i for i, leaf in enumerate(jax.tree.leaves(traced.args_info)) if leaf.donated]
+        silent, taken = jitted, abstract
+        if has_prints(traced.jaxpr):
+            silent = jax.jit(without_prints(jitted, *abstract), donate_argnums=donated)
+            taken = tuple(jax.tree.leaves(abstract))
+        exported = _export(silent, traced, taken, target)
     # Only the arrays travel: containers of the caller's own could not be read by the child.
     flat = replace(
         exported,
@@ -194,13 +199,15 @@ def _export(jitted: Any, traced: Any, abstract: Any, target: Target) -> Any:
     try:
         return exporting(*abstract)
     except (NotImplementedError, ValueError) as error:
-        calls_back = any(eqn.primitive.name in CALLBACKS for eqn in equations(traced.jaxpr))
+        calls_back = any(
+            eqn.primitive.name in CALLBACKS - PRINTS for eqn in equations(traced.jaxpr)
+        )
         if not (calls_back or isinstance(error, NotImplementedError)):
             raise
         advice = ""
         if calls_back:
             advice = (
-                " Leave jax.debug.print, jax.pure_callback and similar calls out of it, such as "
+                " Leave jax.pure_callback and similar calls out of it, such as "
                 "equinox.error_if (EQX_ON_ERROR=nan)."
             )
         raise CompileError(
