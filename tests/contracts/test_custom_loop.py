@@ -60,6 +60,10 @@ def _towers() -> keras.Model:
     ("axes", "how"),
     [
         ({"model": 2}, {"layouts": {"kernel": [None, "model"]}, "zero": 1, "accumulate": 2}),
+        (
+            {"model": 2},
+            {"layouts": {"kernel": [None, "model"]}, "accumulate": 2, "remat": "selective"},
+        ),
         pytest.param(
             {"stage": 2},
             {"pipeline": mw.Pipeline("stage", micro_batches=2)},
@@ -67,7 +71,7 @@ def _towers() -> keras.Model:
         ),
         pytest.param({"branch": 2}, {"pipeline": mw.Branches("branch")}, marks=pytest.mark.full),
     ],
-    ids=["shared and accumulated", "stages", "branches"],
+    ids=["shared and accumulated", "accumulated and computed again", "stages", "branches"],
 )
 def test_a_step_that_runs_piece_by_piece_is_the_compiled_one(axes: Any, how: Any) -> None:
     """As with ``run_eagerly=True``, or to look for a fault; JAX has no ``shard_map`` over some axes
@@ -87,6 +91,23 @@ def test_a_step_that_runs_piece_by_piece_is_the_compiled_one(axes: Any, how: Any
         pieces = step(state, batches)[0]
     for path, value in compiled_once.params.items():
         np.testing.assert_allclose(pieces.params[path], value, atol=1e-6, err_msg=path)
+
+
+def test_fit_where_jax_compiles_nothing_is_fit() -> None:
+    """As with ``JAX_DISABLE_JIT=1``, by which programs are looked through for a fault."""
+    batch = np.eye(16, 8, dtype="float32"), np.eye(16, 4, dtype="float32")
+
+    def losses(is_compiled: bool) -> list[float]:
+        strategy = mw.Sharded(mw.create_mesh({"batch": 4, "model": 2}), {"kernel": [None, "model"]})
+        with jax.disable_jit(not is_compiled):
+            with strategy.scope():
+                keras.utils.set_random_seed(1)
+                hidden = [layers.Dense(8), layers.BatchNormalization(), layers.Dropout(0.1)]
+                model = keras.Sequential([keras.Input([8]), *hidden, layers.Dense(4)])
+                model.compile(keras.optimizers.SGD(0.1), "mse")
+            return strategy.fit(model, *batch, batch_size=8, epochs=2, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(losses(False), losses(True), rtol=1e-6)
 
 
 @pytest.mark.full

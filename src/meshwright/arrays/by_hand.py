@@ -40,9 +40,14 @@ def over_axes(
     )
 
     def call(*operands: Any) -> Any:
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands)):
-            return mapped(*operands)
-        with jax.disable_jit(False):
-            return jax.jit(mapped)(*operands)
+        return at_once(mapped, *operands)
 
     return call
+
+
+def at_once(function: Callable[..., Any], *operands: Any) -> Any:
+    """A call that holds a ``shard_map`` over some axes: compiled where its operands have values."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands)):
+        return function(*operands)
+    with jax.disable_jit(False):
+        return jax.jit(function)(*operands)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat
-from ..arrays.by_hand import over_axes
+from ..arrays.by_hand import at_once, over_axes
 from .edits import count_uses
 from .evaluation import evaluated
 from .links import How
@@ -266,7 +266,8 @@ class _Plan:
             pieces = replace(self._pieces, times=0)  # what is kept could not leave the call
             changed = jax.make_jaxpr(lambda *args: _run(inner, (), args, places, pieces))
             params = {**eqn.params, "jaxpr": changed(*values).jaxpr}
-            return _compat.evaluate(eqn.replace(params=params), values)
+            changed_eqn = eqn.replace(params=params)
+            return at_once(lambda *args: _compat.evaluate(changed_eqn, list(args)), *values)
         return _compat.evaluate(eqn, values)
 
 

@@ -227,7 +227,10 @@ def _made_in_one_program(
     if not variables:
         return [], []
     try:
-        values, states = jax.jit(edited(program, _drawn_flat), out_shardings=(shardings, None))()
+        with jax.disable_jit(False):  # else nothing would be laid out
+            values, states = jax.jit(
+                edited(program, _drawn_flat), out_shardings=(shardings, None)
+            )()
     except jax.errors.JAXTypeError:
         # Somebody's initializer looks at values while it computes: it cannot be compiled.
         values = [
