@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -109,3 +110,42 @@ def test_a_task_without_a_preprocessor_reads_arrays_in_their_own_order() -> None
     keras.Sequential.fit(alone, numbers, Y, shuffle=False, **HOW)
     strategy.fit(model, numbers, Y, **HOW)
     np.testing.assert_allclose(model.get_weights()[0], alone.get_weights()[0], rtol=1e-5)
+
+
+def build_normalized(*, is_adapted: bool) -> keras.Sequential:
+    keras.utils.set_random_seed(1)
+    scaled = keras.layers.Normalization(name="scaled")
+    if is_adapted:
+        scaled.adapt(NUMBERS)
+    model = keras.Sequential([keras.Input([2]), scaled, keras.layers.Dense(1, name="out")])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+NUMBERS = np.arange(40, dtype="float32").reshape(20, 2) + 7
+
+
+def test_normalization_is_by_the_statistics_of_a_file(tmp_path: Path) -> None:
+    model = build_normalized(is_adapted=True)
+    model.save(tmp_path / "m.keras")
+    with mw.Server(tmp_path / "m.keras", buckets=[8]) as server:
+        outputs = server.answer({"input": NUMBERS[:8]}).outputs["out"]
+    np.testing.assert_allclose(outputs, model.predict(NUMBERS[:8], verbose=0), rtol=1e-5)
+
+
+def test_normalization_is_by_the_statistics_of_a_checkpoint(tmp_path: Path) -> None:
+    """Keras' layer computes with what it was adapted to in this process, or with 0 and 1."""
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    with strategy.scope():
+        model, fresh = (build_normalized(is_adapted=adapted) for adapted in (True, False))
+    strategy.fit(model, NUMBERS, Y, checkpoint=tmp_path, **HOW)
+    expected = strategy.predict(model, NUMBERS, verbose=0)
+    strategy.restore(fresh, tmp_path)
+    for predict in (strategy.predict, keras.Model.predict):
+        np.testing.assert_allclose(predict(fresh, NUMBERS, verbose=0), expected, rtol=1e-5)
+    np.testing.assert_allclose(fresh(NUMBERS), expected, rtol=1e-5)
+    with mw.Server(
+        build=lambda: build_normalized(is_adapted=False), checkpoint=tmp_path, buckets=[8]
+    ) as server:
+        outputs = server.answer({"input": NUMBERS[:8]}).outputs["out"]
+    np.testing.assert_allclose(outputs, expected[:8], rtol=1e-5)

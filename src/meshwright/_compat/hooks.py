@@ -53,6 +53,10 @@ class KerasHooks(Protocol):
         """Raise, in all processes, for a value that another process has differently."""
         ...
 
+    def holds_value(self, variable: Any) -> bool:
+        """Whether a variable has a value, and does not wait for one."""
+        ...
+
     def keep_weights(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Around ``fit``, ``evaluate`` and ``predict``: what fails inside loses no weight, and what
         ends well leaves no two variables in one memory."""
@@ -69,11 +73,13 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
     Keras 3.15.1 (https://github.com/keras-team/keras): no hook sees all variables before they are
     allocated (``backend/jax/core.py``), no hook learns which parameter a slot belongs to
     (``optimizers/base_optimizer.py``), layouts of batches are computed once and reused for a
-    smaller last batch, and a failure in ``predict`` or ``evaluate`` leaves every weight empty
-    (``backend/jax/trainer.py``).
+    smaller last batch, a failure in ``predict`` or ``evaluate`` leaves every weight empty
+    (``backend/jax/trainer.py``), and ``Normalization`` computes with what its variables held when it
+    was built or adapted, whatever they hold now (``layers/preprocessing/normalization.py``).
     """
     from keras.src.backend.jax import core, distribution_lib, trainer
     from keras.src.layers.layer import Layer
+    from keras.src.layers.preprocessing.normalization import Normalization
     from keras.src.optimizers.base_optimizer import BaseOptimizer
 
     variables: Any = core.JaxVariable
@@ -86,6 +92,7 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
     _wrap(core.JaxVariable, "__array__", around.as_numpy)
     _wrap(trainer.JAXTrainer, "__init__", around.construct)
     _wrap(Layer, "stateless_call", hooks.stateless_call)
+    _wrap(Normalization, "call", around.normalize)
     _wrap(trainer.JAXTrainer, "compute_loss_and_updates", hooks.loss_and_updates)
     _wrap(BaseOptimizer, "add_variable_from_reference", around.add_slot)
     _wrap(trainer.JAXEpochIterator, "_get_distributed_iterator", around.iterate)
@@ -165,6 +172,23 @@ class _Around:
         whole = self.hooks.on_host(variable)  # Keras cannot read shards of other processes
         return original(variable, *args, **kw) if whole is None else whole.__array__(*args, **kw)
 
+    def normalize(self, original: Any, layer: Any, *args: Any, **kw: Any) -> Any:
+        """By the present values of the variables: those of a file, a checkpoint, a step."""
+        statistics = _statistics(layer)
+        if not statistics or not all(map(self._has_value, statistics)):
+            return original(layer, *args, **kw)
+        twin = object.__new__(type(layer))  # other threads may be tracing the layer itself
+        vars(twin).update(vars(layer))
+        twin.finalize_state()
+        return original(twin, *args, **kw)
+
+    def _has_value(self, variable: Any) -> bool:
+        from keras.src.backend.common.stateless_scope import get_stateless_scope
+
+        scope = get_stateless_scope()
+        is_passed = scope is not None and scope.get_current_value(variable) is not None
+        return is_passed or self.hooks.holds_value(variable)
+
     def iterate(self, original: Any, iterator: Any, distribution: Any) -> Any:
         ours = self.hooks.put_batches(distribution, iterator.data_adapter.get_jax_iterator())
         return original(iterator, distribution) if ours is None else ours
@@ -186,6 +210,13 @@ class _Around:
     def called(self, original: Any, model: Any, *args: Any, **kw: Any) -> Any:
         with self.hooks.in_keras():
             return original(model, *args, **kw)
+
+
+def _statistics(layer: Any) -> tuple[Any, ...]:
+    """The mean and variance that a ``Normalization`` layer adapts; none where it was given both."""
+    if layer.input_mean is not None or not layer.built:
+        return ()
+    return layer.adapt_mean, layer.adapt_variance
 
 
 def _wrap(owner: Any, name: str, around: Any) -> None:

@@ -27,7 +27,7 @@ from ...step.spatial import guard, is_safe
 from .batches import putter
 from .memory import separate, variables_of
 from .paths import model_infos
-from .pending import waiting_room
+from .pending import is_pending, waiting_room
 
 
 class OutputOf:
@@ -125,6 +125,9 @@ class Hooks:
             f"{field} is another in each process, and here it is {_value_text(array)}. All of "
             "them must assign the same one."
         )
+
+    def holds_value(self, variable: Any) -> bool:
+        return not is_pending(variable)
 
     @contextlib.contextmanager
     def keep_weights(self, model: Any) -> Iterator[None]:
