@@ -149,3 +149,63 @@ def test_normalization_is_by_the_statistics_of_a_checkpoint(tmp_path: Path) -> N
     ) as server:
         outputs = server.answer({"input": NUMBERS[:8]}).outputs["out"]
     np.testing.assert_allclose(outputs, expected[:8], rtol=1e-5)
+
+
+class Bins(keras.layers.Hashing):
+    """One that needs no TensorFlow before it is called."""
+
+    def __init__(self, **options: Any) -> None:
+        keras.layers.Layer.__init__(self, **options)
+
+    def call(self, inputs: Any) -> Any:
+        return keras.ops.cast(keras.ops.zeros_like(inputs, "int32"), "int32")
+
+    def compute_output_spec(self, inputs: Any) -> Any:
+        return keras.KerasTensor(inputs.shape, "int32")
+
+
+def _lookup(layer: keras.layers.Layer, dtype: str) -> keras.Model:
+    ids = keras.Input([1], dtype=dtype, name="ids")
+    vectors = keras.layers.Embedding(8, 2)(layer(ids))
+    model = keras.Model(ids, keras.layers.Dense(1)(keras.layers.Flatten()(vectors)), name="shop")
+    model.compile("sgd", "mse")
+    return model
+
+
+IDS, TARGETS = np.arange(16)[:, None], np.ones([16, 1])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: mw.DataParallel(mw.create_mesh({"batch": 8})).fit(model, IDS, TARGETS),
+        lambda model: mw.DataParallel(mw.create_mesh({"batch": 8})).predict(model, IDS),
+        lambda model: mw.ParameterServer().fit(model, IDS, TARGETS),
+        lambda model: mw.ParameterServer().predict(model, IDS),
+        lambda model: mw.plan(model, (IDS, TARGETS), target="cpu:8"),
+        mw.Server,
+    ],
+)
+def test_a_layer_that_looks_values_up_on_the_host_is_named(call: Any) -> None:
+    """TensorFlow computes it, and fails with a message about itself when a step is traced."""
+    model = _lookup(Bins(name="bins"), "int32")
+    with pytest.raises(mw.ModelError, match=r"'shop'.*layer 'bins' \(Bins\) looks values up"):
+        call(model)
+
+
+def test_a_model_that_takes_strings_is_refused_by_its_input() -> None:
+    with pytest.raises(mw.ModelError, match=r"'words' \(Bins\).*input 'ids' takes strings"):
+        mw.Server(_lookup(Bins(name="words"), "string"))
+
+
+@pytest.mark.filterwarnings("ignore:The structure of `inputs` doesn't match")  # so in Keras alone
+def test_inputs_that_were_an_attribute_of_a_layer_keep_their_names() -> None:
+    """As those of a ``FeatureSpace``: Keras' dict is no container to JAX."""
+    holder: Any = keras.layers.Layer()
+    holder.features = {name: keras.Input([2], name=name) for name in ("age", "income")}
+    joined = keras.layers.Concatenate()(list(holder.features.values()))
+    model = keras.Model(holder.features, keras.layers.Dense(1, name="score")(joined))
+    features = {"age": NUMBERS[:8], "income": NUMBERS[8:16]}
+    with mw.Server(model, buckets=[8]) as server:
+        outputs = server.answer(features).outputs["score"]
+    np.testing.assert_allclose(outputs, model.predict(features, verbose=0), rtol=1e-5)

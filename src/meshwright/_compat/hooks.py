@@ -74,8 +74,8 @@ def install_keras_hooks(hooks: KerasHooks) -> None:
     allocated (``backend/jax/core.py``), no hook learns which parameter a slot belongs to
     (``optimizers/base_optimizer.py``), layouts of batches are computed once and reused for a
     smaller last batch, a failure in ``predict`` or ``evaluate`` leaves every weight empty
-    (``backend/jax/trainer.py``), and ``Normalization`` computes with what its variables held when it
-    was built or adapted, whatever they hold now (``layers/preprocessing/normalization.py``).
+    (``backend/jax/trainer.py``), and ``Normalization`` computes with what its variables held when
+    it was built or adapted, not with what they hold (``layers/preprocessing/normalization.py``).
     """
     from keras.src.backend.jax import core, distribution_lib, trainer
     from keras.src.layers.layer import Layer

@@ -156,13 +156,25 @@ def input_tensors(model: Any) -> Any | None:
     """The symbolic inputs of a Functional or Sequential model, as it takes them; else ``None``.
 
     Keras 3.15 keeps their structure in ``Functional._inputs_struct``; a list of one is taken as the
-    one, which such a model takes too.
+    one, which such a model takes too. A dict that was an attribute of a layer, as the inputs of a
+    ``FeatureSpace`` are, is of a class of Keras' own, which is a leaf to JAX.
     """
     functional = model if hasattr(model, "_inputs_struct") else functional_of(model)
     if functional is None:
         return None
-    tensors = functional._inputs_struct
+    tensors = _untracked(functional._inputs_struct)
     return tensors[0] if isinstance(tensors, list | tuple) and len(tensors) == 1 else tensors
+
+
+def _untracked(tree: Any) -> Any:
+    """A structure of tensors in the containers of Python itself."""
+    if isinstance(tree, dict):
+        return {key: _untracked(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_untracked(value) for value in tree]
+    if type(tree) is tuple:
+        return tuple(_untracked(value) for value in tree)
+    return tree
 
 
 def takes_training(model: Any) -> bool:

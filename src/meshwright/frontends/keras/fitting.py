@@ -34,7 +34,7 @@ from .epochs import Epochs
 from .facts import fit_facts, pass_facts
 from .memory import separate
 from .nan_guard import FiniteGuard, NanGuard, check_nan_guard
-from .options import check_compiled, check_data, check_fit, check_model, check_options
+from .options import check_compiled, check_data, check_fit, check_options, check_predicts
 from .preprocessing import preprocessed
 from .program import KerasVariables, read_state, write_state
 from .rowwise import Kind
@@ -215,7 +215,7 @@ class _Pass(NamedTuple):
         preprocessed with those of ``fit``.
         """
         predicts = kind == "predict"
-        (check_model if predicts else check_compiled)(model)
+        (check_predicts if predicts else check_compiled)(model)
         check_options(
             batch_size=data.batch_size, verbose=verbose, steps=data.steps, callbacks=callbacks
         )

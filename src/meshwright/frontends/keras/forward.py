@@ -24,6 +24,7 @@ from ..inputs import Input, inputs_like, leaf_names, named
 from .abstract import AbstractRoom, is_abstract
 from .checkpoint_names import LastingNames
 from .hooks import Hooks, lying
+from .host_layers import check_traceable
 from .pending import initial_value, is_pending, settle
 from .program import KerasVariables, keras_program
 
@@ -88,6 +89,7 @@ def forward_of(
     Raises :class:`ModelError` where it cannot be built, or the shapes of inputs are not known.
     """
     _compat.install_keras_hooks(Hooks())
+    check_traceable(model)
     if not _compat.is_built(model):
         if example is None:
             raise ModelError(

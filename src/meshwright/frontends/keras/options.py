@@ -16,6 +16,7 @@ from ... import _compat
 from ...data.putter import holds_numbers, not_numbers_text, symbolic_text
 from ...errors import DataError, ModelError
 from ...run.options import Data, Schedule, Validation
+from .host_layers import check_traceable
 from .preprocessing import preprocessed_to_fit
 
 
@@ -28,6 +29,12 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_predicts(model: Any) -> None:
+    """Raise :class:`ModelError` for what no compiled forward pass can be made of."""
+    check_model(model)
+    check_traceable(model)
+
+
 def check_compiled(model: Any) -> None:
     """Raise :class:`ModelError` for a model that was not compiled, or another value."""
     check_model(model)
@@ -35,6 +42,7 @@ def check_compiled(model: Any) -> None:
         raise ModelError(
             f"model {model.name!r} is not compiled: call model.compile(optimizer, loss, ...) first."
         )
+    check_traceable(model)
     for method in ("train_step", "test_step"):
         if _compat.has_own(model, method):
             _check_own_step(model, method)

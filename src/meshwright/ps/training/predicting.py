@@ -15,7 +15,7 @@ import numpy as np
 
 from ... import _compat
 from ...errors import BatchError
-from ...frontends.keras.options import check_model, check_options
+from ...frontends.keras.options import check_options, check_predicts
 from ...frontends.keras.preprocessing import refuse_to_preprocess
 from ...frontends.keras.program import KerasVariables, keras_program
 from ...program import Aux, Batch, Program, TrainState
@@ -37,7 +37,7 @@ def predict(
     strategy: Any, model: keras.Model, data: Data, verbose: str | int, tables: Tables
 ) -> Any:
     """See :meth:`ParameterServer.predict`."""
-    check_model(model)
+    check_predicts(model)
     check_options(batch_size=data.batch_size, verbose=verbose, steps=data.steps)
     refuse_to_preprocess(model, data.x)
     workers = strategy.num_workers
