@@ -154,6 +154,22 @@ def test_a_server_that_follows_a_run_survives_any_checkpoint_and_says_so(
     until(lambda: not any("follow" in t.name for t in threading.enumerate()), 5)
 
 
+def test_another_run_in_the_directory_is_served_also_at_the_same_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(run, 1)
+    with serve(run, follow_s=0.02) as server:
+        model: Any = server.model("f")
+        shutil.rmtree(run)
+        save(run, 1, 5)
+        until(lambda: server.answer(ASKED).outputs["output"].tolist() == [[5.0, 5.0]])
+        assert not model.reload()  # it is read once
+        model.lead(lambda *_: None, 0, 1, lambda: None)
+        shutil.rmtree(run)
+        save(run, 1, 6)
+        with pytest.raises(mw.CheckpointError, match="step_1 was written anew, by another run"):
+            model.reload()
+
+
 def test_what_passes_is_not_damage_and_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,30 @@ def test_the_command_serves_a_folder_of_exports(shop: Shop) -> None:
         np.testing.assert_allclose(answer.outputs["out"], shop.predict(X), atol=1e-6)
 
 
+def test_a_run_that_begins_anew_in_the_folder_is_served_by_its_own_full_export(
+    shop: Shop, tmp_path: Path
+) -> None:
+    """Its deltas are not those of the full export that is served, whatever their numbers."""
+    shop.exporter.export()
+    with served(shop) as server:
+        model = server.model("shop")
+        shutil.rmtree(shop.folder)
+        shop.train([0, 1])
+        again = mw.DeltaExporter(shop.model, shop.strategy, shop.folder)
+        again.export()
+        shop.train([5000])
+        assert (again.export().number, model.version) == (2, "1")
+        assert model.reload()
+        answer = server.answer(X)
+        assert answer.version == "2"
+        np.testing.assert_allclose(answer.outputs["out"], shop.predict(X), atol=1e-6)
+        shutil.rmtree(shop.folder)
+        shop.train([2])
+        mw.DeltaExporter(shop.model, shop.strategy, shop.folder).export()
+        assert model.reload()  # its number is lower than the one that was served
+        np.testing.assert_allclose(server.answer(X).outputs["out"], shop.predict(X), atol=1e-6)
+
+
 def test_keys_that_are_gone_get_their_first_rows_again(shop: Shop) -> None:
     shop.exporter.export()
     fresh = shop.predict(rows([9999]))

@@ -168,6 +168,18 @@ def newest(directory: Path, step: int | None = None) -> CheckpointInfo | None:
     return None
 
 
+def written_as(path: Path, file: str = _ORBAX_FILE) -> tuple[int, int] | None:
+    """What tells a checkpoint from another one that was written later under the same path.
+
+    ``None`` where there is none. ``file`` is one that each of them has.
+    """
+    try:
+        stat = (path / file).stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
 def newest_paths(directory: Path) -> list[Path]:
     """The complete checkpoints of a run, newest first, or the one that this is; none is read."""
     if (directory / _ORBAX_FILE).exists():
@@ -321,6 +333,12 @@ def _absent(directory: Path, step: int | None) -> str:
     if not directory.is_dir():
         return f"there is no directory {directory}."
     steps = [_step_of(path) for path in _complete_paths(directory)]
+    if steps and step is None:
+        return (
+            f"{directory} holds no checkpoint that Meshwright wrote: those of steps {steps} have "
+            "no record of it, or were removed while they were read. Name the directory of a run "
+            "that has saved one with Meshwright."
+        )
     if steps:
         return f"{directory} has no checkpoint of step {step}; it has those of steps {steps}."
     half = [path.name for path in directory.iterdir() if is_leftover_name(path.name)]

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..checkpoint import written_as
 from ..errors import CheckpointError, ModelError
 from ..program import TrainState
 from .handover import Moved, handed_over
@@ -92,6 +93,11 @@ def next_after(directory: Path, present: Export) -> Export | None:
             "changed between them is missing. Write a full export: export(full=True)."
         )
     return later[0] if later else None
+
+
+def base_written_as(export: Export) -> tuple[int, int] | None:
+    """What tells the full export below from one of another run; ``None`` where it was removed."""
+    return written_as(export.path.parent / folder_name(export.base, export.base), ABOUT)
 
 
 # Reading one

@@ -13,14 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint import CheckpointInfo, read_checkpoint
+from ..checkpoint import CheckpointInfo, read_checkpoint, written_as
 from ..errors import CheckpointError, MeshwrightError, ModelError, NotReadyError
 from .batches import first_line
 from .exports import (
     Export,
     LayeredRows,
     about_of,
+    base_written_as,
     export_at,
+    exports_in,
+    fulls_in,
     laid_out,
     next_after,
     read_weights,
@@ -67,7 +70,8 @@ class Keeper:
         self.moved: Moved | None = None
         self.others: Others | None = None  # processes that follow this one, which is rank 0
         self.missing: Callable[[], str | None] = lambda: None  # which of them
-        self._directory: Path | None = None  # of the checkpoint that is served
+        self._directory: Path | None = None  # of the checkpoint that is served,
+        self._written: Any = None  # which tells it from one written there later
         self._export: Export | None = None  # that is served, of a folder of these
         self._refusals = Refusals(options.follow_s)
         self._reloading = threading.Lock()
@@ -140,6 +144,8 @@ class Keeper:
 
     def _first_from(self, directory: Path) -> Weights:
         """The weights of this checkpoint, once every process has read it."""
+        export = export_at(directory)
+        written = written_as(directory) if export is None else base_written_as(export)
         fault, read = None, None
         try:
             read = self._read_at(directory)
@@ -148,7 +154,7 @@ class Keeper:
         raise_everywhere(fault)
         assert read is not None
         weights = self._finished(read, self._asked_version)
-        self._directory, self._export = directory, export_at(directory)
+        self._directory, self._export, self._written = directory, export, written
         _LOGGER.info(
             f"version {weights.version}: read {self.moved}",
             extra={"fields": {"model": self.source.name}},
@@ -222,9 +228,8 @@ class Keeper:
             if self._export is not None:
                 return self._later_exports(self.checkpoint)
             info = read_checkpoint(self.checkpoint)
-            # A group tells weights apart by their versions.
-            is_same = self.others is not None and str(info.step) == self.version
-            if is_same or info.directory == self._directory:
+            written = written_as(info.directory)  # before it is read: it may be replaced then
+            if self._is_served(info, written):
                 self._figures.refusal = ""
                 return False
             if self._refusals.holds(info.directory):
@@ -239,9 +244,21 @@ class Keeper:
                 failure = cannot_be_served(info.directory, error)
                 self._refuse(info.directory, failure)
                 raise failure from failure.__cause__
-            self._directory = info.directory
+            self._directory, self._written = info.directory, written
             self._swap(weights, f"read {self.moved}")
             return True
+
+    def _is_served(self, info: CheckpointInfo, written: Any) -> bool:
+        """Whether this is the checkpoint that is served.
+
+        Another run may have begun in the directory, and have come to the same step.
+        """
+        is_replaced = info.directory == self._directory and written != self._written
+        # A group tells weights apart by their versions.
+        is_same_version = self.others is not None and str(info.step) == self.version
+        if is_replaced and is_same_version:
+            raise _written_anew(info.directory, f"step {info.step}")
+        return is_same_version or (info.directory == self._directory and not is_replaced)
 
     # Of a folder of exports
 
@@ -270,13 +287,14 @@ class Keeper:
         before = self._export
         while not self._stopping.is_set() and self._export is not None:
             try:
-                export = next_after(directory, self._export)
+                export = self._next_export(directory, self._export)
             except CheckpointError as error:
                 self._say_refused(f"refused what is after {self._export}: {first_line(error)}")
                 raise
             if export is None or self._refusals.holds(export.path):
                 break
             rows = None if export.kind == "full" or self.weights is None else self.weights.rows
+            written = base_written_as(export)
             try:
                 weights = self._from_everywhere(
                     export.path, functools.partial(self._read_export, export, rows)
@@ -287,9 +305,21 @@ class Keeper:
                 failure = cannot_be_served(export.path, error)
                 self._refuse(export.path, failure)
                 raise failure from failure.__cause__
-            self._export = export
+            self._export, self._written = export, written
             self._swap(weights, f"read {self.moved} of {export}")
         return self._export is not before
+
+    def _next_export(self, directory: Path, present: Export) -> Export | None:
+        """The export to serve next: of the run of the present one, or of another run that has begun
+        to export in the folder."""
+        written = base_written_as(present)
+        is_gone = written is None and present not in exports_in(directory)
+        if written == self._written or (written is None and not is_gone):
+            return next_after(directory, present)
+        export = next(iter(fulls_in(directory)), None)
+        if export and self.others is not None and export.number == present.number:
+            raise _written_anew(export.path, f"export {export.number}")
+        return export
 
     def _read_export(self, export: Export, below: Any) -> Weights:
         """The weights of an export, its rows upon those of the exports before it."""
@@ -376,6 +406,15 @@ class Keeper:
             except Exception as error:
                 if not self._stopping.is_set():
                     self._say_refused(_refusal_of(error, self._figures.refusal))
+
+
+def _written_anew(path: Path, version: str) -> CheckpointError:
+    """What a group says of weights that it cannot tell from those which it serves."""
+    return CheckpointError(
+        f"{path} was written anew, by another run that has come to {version} too. Several "
+        "processes tell weights apart by that number: a later one is served, or restart the "
+        "server."
+    )
 
 
 def _refusal_of(error: Exception, last: str) -> str:
