@@ -85,7 +85,9 @@ def test_check_makes_the_devices_that_its_meshes_need(job):
         ("checked_job", "expected module:function, such as train:build; received 'checked_job'."),
         ("checked_jo:build", "no module 'checked_jo' in "),
         ("checked_jo.py:build", "no file checked_jo.py in "),
-        ("checked_job:biuld", "has no function 'biuld'. Its functions: build."),
+        ("checked_job:biuld", "has no function 'biuld'. Its functions: build, drifts."),
+        ("checked_few:nope", "has no function 'nope'. Its functions: alpha, nofwd."),
+        ("checked_many:nope", "has no function 'nope'. It has 13; the nearest: nofwd."),
         ("checked_job:number", "has a value, not a function, named 'number'"),
         ("checked_broken:build", "failed: SyntaxError: invalid syntax (checked_broken.py, line 2)"),
         ("checked_lost:build", "No module named 'checked_no' (checked_lost.py, line 1)"),
@@ -94,6 +96,9 @@ def test_check_makes_the_devices_that_its_meshes_need(job):
 def test_check_tells_what_is_wrong_with_the_module(job, place, message):
     (job / "checked_broken.py").write_text("x = 1\nx = = 2\n")
     (job / "checked_lost.py").write_text("import checked_no\n")
+    few = "def alpha(): pass\ndef nofwd(): pass\n"
+    (job / "checked_few.py").write_text(few)
+    (job / "checked_many.py").write_text(few + "".join(f"f{n} = alpha\n" for n in range(11)))
     result = run("check", place, "--mesh", "batch=8")
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split())

@@ -259,6 +259,7 @@ def test_restoring_makes_no_large_array_whole_on_a_device(tmp_path: Path) -> Non
     ("ask", "says"),
     [
         (lambda path: mw.read_checkpoint(path / "nowhere"), "there is no directory"),
+        (lambda path: mw.read_checkpoint(path / "file"), "file is a file, and not a directory"),
         (lambda path: mw.read_checkpoint(path / "empty"), "holds no complete checkpoint"),
         (lambda path: mw.read_checkpoint(path / "run", step=4), r"no checkpoint of step 4.*\[1\]"),
         (lambda path: mw.read_checkpoint(path / "foreign"), r"no checkpoint that Meshwright wrote"),
@@ -271,6 +272,7 @@ def test_restoring_makes_no_large_array_whole_on_a_device(tmp_path: Path) -> Non
 )
 def test_what_is_not_there_is_said(ask: Any, says: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
     (tmp_path / "foreign" / "step_1").mkdir(parents=True)
     with mw.Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(1, state_of(w=np.zeros(2)))

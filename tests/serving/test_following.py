@@ -166,7 +166,7 @@ def test_another_run_in_the_directory_is_served_also_at_the_same_step(tmp_path: 
         model.lead(lambda *_: None, 0, 1, lambda: None)
         shutil.rmtree(run)
         save(run, 1, 6)
-        with pytest.raises(mw.CheckpointError, match="step_1 was written anew, by another run"):
+        with pytest.raises(mw.CheckpointError, match="no longer the step 1 that is served"):
             model.reload()
 
 

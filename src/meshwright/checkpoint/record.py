@@ -330,6 +330,8 @@ def _nearest(expected: SavedArray, others: list[SavedArray]) -> str:
 
 
 def _absent(directory: Path, step: int | None) -> str:
+    if directory.is_file():
+        return f"{directory} is a file, and not a directory with checkpoints."
     if not directory.is_dir():
         return f"there is no directory {directory}."
     steps = [_step_of(path) for path in _complete_paths(directory)]

@@ -15,6 +15,8 @@ from ..errors import MeshwrightError, ModelError
 from ..jaxprs.lines import user_lines
 from ..planning.faults import as_model_error
 
+_FEW = 8  # functions that a sentence lists
+
 
 def find_build(text: str) -> Callable[[], Any]:
     """The function that ``module:name`` or ``file.py:name`` means. Raises :class:`ModelError`.
@@ -30,9 +32,18 @@ def find_build(text: str) -> Callable[[], Any]:
         )
         return user_code(function)
     functions = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-    near = difflib.get_close_matches(name, functions, n=3, cutoff=0.4) or functions[:8]
     fault = "has no function" if function is None else "has a value, not a function, named"
-    raise ModelError(f"{place} {fault} {name!r}. Its functions: {', '.join(near) or 'none'}.")
+    raise ModelError(f"{place} {fault} {name!r}. {_those_of(functions, name)}.")
+
+
+def _those_of(functions: list[str], name: str) -> str:
+    """The functions of a module, or the nearest of many."""
+    if len(functions) <= _FEW:
+        return f"Its functions: {', '.join(functions) or 'none'}"
+    near = difflib.get_close_matches(name, functions, n=3, cutoff=0.4)
+    if near:
+        return f"It has {len(functions)}; the nearest: {', '.join(near)}"
+    return f"It has {len(functions)}: {', '.join(functions[:_FEW])}, ..."
 
 
 def check_place(text: str) -> tuple[str, str]:
