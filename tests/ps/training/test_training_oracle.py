@@ -386,3 +386,20 @@ def test_a_dataset_that_changes_between_epochs_does_so_on_servers(sharding):
         np.testing.assert_allclose(servers.predict(model, sent, verbose=0), outputs, atol=1e-6)
         assert servers.evaluate(model, sent, steps=2, verbose=0) == pytest.approx(loss, rel=1e-5)
     assert apart(expected, model) < 1e-6
+
+
+@pytest.mark.parametrize("sharding", ["dynamic", "copy"])
+@pytest.mark.parametrize("kind", [Batches, Shuffled])
+def test_an_epoch_goes_on_where_fewer_steps_than_batches_left_the_dataset(kind, sharding, tmp_path):
+    x, y = data(96)
+    expected, model, resumed = dense("sgd"), dense("sgd"), dense("sgd")
+    how = {"epochs": 3, "steps_per_epoch": 2, "shuffle": False, "verbose": 0}
+    history = expected.fit(kind(x, y), **how).history
+    options = {"input_options": InputOptions(sharding)}
+    with ParameterServer() as servers:
+        same_history(history, servers.fit(model, kind(x, y), **how, **options).history)
+        if kind is Batches:
+            options["checkpoint"] = tmp_path
+            servers.fit(dense("sgd"), kind(x, y), **how | {"epochs": 2}, **options)
+            same_history(history, servers.fit(resumed, kind(x, y), **how, **options).history)
+    assert apart(expected, model) < 1e-6

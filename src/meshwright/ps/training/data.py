@@ -69,6 +69,26 @@ class ArrayBatches:
         return self._order[1]
 
 
+@dataclass(frozen=True, eq=False)
+class GoingRound:
+    """A dataset with numbers through all epochs, as many elements: the first follows the last.
+
+    >>> "".join(GoingRound("abcde", 9))
+    'abcdeabcd'
+    """
+
+    dataset: Any
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> Any:
+        if not 0 <= number < self.length:
+            raise IndexError(number)
+        return self.dataset[number % len(self.dataset)]
+
+
 @dataclass(frozen=True)
 class DatasetMaker:
     """A dataset as ``dataset_fn`` makes it, without its first ``skip`` elements."""

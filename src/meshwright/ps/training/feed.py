@@ -13,7 +13,7 @@ from ...errors import BatchError, DataError, ShippingError
 from ...run.options import Data
 from ..coordinator.shipping import pack
 from . import class_weights
-from .data import ArrayBatches, DatasetMaker, InputContext, first_element
+from .data import ArrayBatches, DatasetMaker, GoingRound, InputContext, first_element
 from .signature import Signature
 from .worker_step import as_batch
 
@@ -62,7 +62,9 @@ def feed_of(
             "y=, sample_weight= and batch_size= are for arrays. The elements of a dataset must be "
             "batches: (x, y) or (x, y, sample_weight)."
         )
-    function = x if callable(x) else _Same(x)
+    goes_round = epochs > 1 and _is_longer(x, data.steps)
+    through_all = GoingRound(x, (data.steps or 0) * epochs) if goes_round else x
+    function = through_all if callable(through_all) else _Same(through_all)
     dataset = function(InputContext(0, num_workers))
     steps = data.steps or _length(dataset)
     if data.class_weight is not None:
@@ -76,7 +78,8 @@ def feed_of(
             f"{type(x).__name__} {why}. Pass a function that makes the dataset on each worker: "
             "strategy.fit(model, lambda context: ...)."
         )
-    return Feed(DatasetMaker(function, num_workers), (example,), steps, changing=changing)
+    maker = DatasetMaker(function, num_workers)
+    return Feed(maker, (example,), steps, whole=goes_round, changing=changing)
 
 
 def _of_arrays(data: Data, epochs: int, num_workers: int, seed: int) -> Feed:
@@ -103,6 +106,13 @@ def _epoch_of(changing: keras.utils.PyDataset | None) -> Iterator[None]:
     yield
     if changing is not None:
         changing.on_epoch_end()
+
+
+def _is_longer(x: Any, steps: int | None) -> bool:
+    """Whether this is a ``PyDataset`` of more batches than an epoch: the next one goes on with it,
+    as in Keras."""
+    is_numbered = isinstance(x, keras.utils.PyDataset) and x.num_batches is not None
+    return is_numbered and steps is not None and steps < len(x)
 
 
 def _with_hooks(x: Any) -> keras.utils.PyDataset | None:
