@@ -111,8 +111,10 @@ def _epoch_of(changing: keras.utils.PyDataset | None) -> Iterator[None]:
 def _is_longer(x: Any, steps: int | None) -> bool:
     """Whether this is a ``PyDataset`` of more batches than an epoch: the next one goes on with it,
     as in Keras."""
-    is_numbered = isinstance(x, keras.utils.PyDataset) and x.num_batches is not None
-    return is_numbered and steps is not None and steps < len(x)
+    if steps is None or not isinstance(x, keras.utils.PyDataset):
+        return False
+    count = x.num_batches
+    return count is not None and steps < count
 
 
 def _with_hooks(x: Any) -> keras.utils.PyDataset | None:
