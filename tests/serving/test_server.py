@@ -189,6 +189,22 @@ def test_inputs_have_the_names_that_a_model_gives_them(case):
     assert sorted(spec.name for spec in source.inputs) == sorted(names)
 
 
+def test_nested_outputs_have_their_keys_joined() -> None:
+    """Also where their layers have names; those of a list have the names alone."""
+    x = keras.Input((8,))
+    deep, other = keras.layers.Dense(1, name="q")(x), keras.layers.Dense(2, name="r")(x)
+
+    def outputs(tree: Any) -> set[str]:
+        mesh = mw.DataParallel(mw.create_mesh({"batch": 8}))
+        with mw.Server(keras.Model(x, tree), mesh) as server:
+            return set(server.answer({"input": ROWS[:1]}).outputs)
+
+    assert outputs({"n": {"deep": deep, "pair": [other, other]}, "m": other}) == {
+        "n_deep", "n_pair_0", "n_pair_1", "m"
+    }  # fmt: skip
+    assert outputs([deep, other]) == {"q", "r"}
+
+
 @pytest.mark.parametrize("option", [{"lengths": 8}, {"buckets": 8}, {"wait_s": None}])
 def test_options_of_another_type_are_refused_by_name(option: dict[str, Any]) -> None:
     ((name, value),) = option.items()

@@ -64,7 +64,7 @@ def named(tree: Any) -> Any:
 
 
 def leaf_names(leaves: list[tuple[Any, str]], kind: str) -> tuple[str, ...]:
-    """A name for each of ``(path, name)``: its key, its own name, the keys on its way, its number.
+    """A name for each of ``(path, name)``: the keys on its way, joined, its own name, its number.
 
     >>> import jax
     >>> paths = [path for path, _ in jax.tree.leaves_with_path({"q": {"a": 1, "b": 2}, "r": [3]})]
@@ -76,9 +76,7 @@ def leaf_names(leaves: list[tuple[Any, str]], kind: str) -> tuple[str, ...]:
 
     def one(number: int, path: Any, name: str) -> str:
         keys = [getattr(step, "key", getattr(step, "idx", step)) for step in path]
-        if len(keys) == 1 and isinstance(keys[0], str):
-            return keys[0]
-        if not name and any(isinstance(key, str) for key in keys):
+        if any(isinstance(key, str) for key in keys):
             return "_".join(map(str, keys))
         return name or (kind if len(leaves) == 1 else f"{kind}_{number}")
 
