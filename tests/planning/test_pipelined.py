@@ -403,6 +403,7 @@ def test_a_pipeline_is_chosen_where_the_network_is_slow_and_only_there():
     assert {rule.pattern for rule in lies} >= {f"blocks/{n}/up" for n in range(BLOCKS)}
     assert Plan.from_json(slow.to_json()) == slow
     assert "schedule" in str(slow)
+    assert "make it with mw.jax_program(..., batch=example)" in str(slow)
     assert fast.how.pipeline is None
     (note,) = [note for note in fast.notes if note.startswith("no pipeline")]
     assert "stages, takes" in note

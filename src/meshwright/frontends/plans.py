@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from .keras import Sharded
 
 _ONE_DEVICE = Mesh({"batch": 1})
+_NO_EXAMPLE = (
+    "the program is cut into stages by an example of a batch: to train by this plan, make it with "
+    "mw.jax_program(..., batch=example)"
+)
 
 
 class Plan(Decided):
@@ -174,6 +178,8 @@ def plan(
         best = replace(best, notes=(*best.notes, f"no pipeline: {uncut}"))
     if lacks:
         best = replace(best, notes=(*best.notes, f"nothing was compiled to verify it: {lacks}"))
+    if best.chosen.pipeline is not None and isinstance(model, Program) and model.example is None:
+        best = replace(best, notes=(*best.notes, _NO_EXAMPLE))
     return _named(best, described, _num_inputs(model, batch))
 
 
