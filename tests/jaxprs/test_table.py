@@ -22,6 +22,7 @@ from meshwright.jaxprs.links import How, Link, Place
 from meshwright.jaxprs.primitives import (
     CALLS,
     CONTROL_FLOW,
+    MAKES_COMPLEX,
     MOVES,
     POOLING,
     PRODUCTS,
@@ -74,7 +75,7 @@ def test_every_row_has_a_case() -> None:
 def test_properties_name_what_the_table_has() -> None:
     calls = {*WITH_JAXPRS.split(), "checkpoint", "core_call"}  # of some releases
     assert calls >= CALLS | CONTROL_FLOW
-    of_rows = SUMS | MOVES | POOLING
+    of_rows = SUMS | MOVES | POOLING | MAKES_COMPLEX
     assert of_rows <= set(TABLE)
     assert {"dot_general", "conv_general_dilated"} == PRODUCTS
 

@@ -194,6 +194,8 @@ PRODUCTS = frozenset(name for name in TABLE if TABLE[name] in (rows.dot_general,
 SUMS = PRODUCTS | {"reduce_sum", "scatter-add"}
 # Each element of the one operand is one of the result, elsewhere, and no number changes.
 MOVES = frozenset(("reshape", "rev", "squeeze", "transpose"))
+# These may make complex numbers of real ones.
+MAKES_COMPLEX = frozenset(("complex", "conj", "fft", "eig"))
 # Windows that reduce by a function which is known.
 POOLING = frozenset(("reduce_window_max", "reduce_window_min", "reduce_window_sum"))
 CHECKPOINTS = frozenset(("checkpoint", "remat2"))  # JAX has had two names

@@ -28,7 +28,7 @@ from ..jaxprs.edits import (
 )
 from ..jaxprs.evaluation import bound, read, take
 from ..jaxprs.flops import equation_flops
-from ..jaxprs.primitives import CONTROL_FLOW
+from ..jaxprs.primitives import CONTROL_FLOW, MAKES_COMPLEX
 from ..jaxprs.slices import variables
 
 Var = Any
@@ -230,15 +230,12 @@ def but_complex(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
     return keeps
 
 
-_COMPLEX_OF_REAL = ("complex", "conj", "fft", "eig")
-
-
 def _is_complex(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> bool:
     """Whether it takes complex values, or makes them of real ones."""
     inside = (params.get(name) for name in ("call_jaxpr", "jaxpr"))
     made = [aval for closed in inside for aval in getattr(closed, "out_avals", ())]
     dtypes = [getattr(aval, "dtype", None) for aval in (*args, *made)]
-    return primitive.name in _COMPLEX_OF_REAL or any(
+    return primitive.name in MAKES_COMPLEX or any(
         dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
         for dtype in (*dtypes, params.get("new_dtype"))
     )
