@@ -227,7 +227,11 @@ def test_what_a_step_prints_costs_nothing_and_stays(donated):
 
         return jax.jit(lambda w, x: w - jax.grad(loss)(w, x), donate_argnums=donated)
 
-    noisy = step_that_calls(lambda value: jax.debug.callback(shown.append, value))
+    def show(value):
+        jax.debug.callback(shown.append, value)
+        jax.debug.inspect_array_sharding(value, callback=shown.append)
+
+    noisy = step_that_calls(show)
     silent = step_that_calls(lambda value: None)
     mesh = mw.Mesh({"batch": 8})
     args = [laid_out(mesh, (16, 16), [None]), laid_out(mesh, (32, 16), ["batch"])]

@@ -203,7 +203,7 @@ CHECKPOINTS = frozenset(("checkpoint", "remat2"))  # JAX has had two names
 CALLS = CHECKPOINTS | {"jit", "closed_call", "core_call", "eval_jaxpr"}
 CONTROL_FLOW = frozenset(("cond", "scan", "while"))
 # These call Python on the host, for what it prints or also for what it returns.
-PRINTS = frozenset(("debug_callback", "debug_print"))
+PRINTS = frozenset(("debug_callback", "debug_print", "inspect_sharding"))
 CALLBACKS = PRINTS | {"pure_callback", "io_callback"}
 # These act on devices or on the host: they may do another thing each time, or with each piece.
 OUTSIDE = CALLBACKS | frozenset(

@@ -1,4 +1,4 @@
-"""Steps without what they print: ``jax.debug.print`` and ``jax.debug.callback`` hand on no value.
+"""Steps without what they print: no function of ``jax.debug`` hands on a value.
 
 They only talk to the host, so a step without them computes the same; but such a call belongs to
 the process that traced it, and no other can load the step.
@@ -35,7 +35,7 @@ def _prints(eqn: Any) -> bool:
 
 def _silent(value: Any, effects: frozenset[Any]) -> Any:
     """A jaxpr, open or closed, or several, without prints and their effects; others unchanged."""
-    if isinstance(value, tuple | list):
+    if type(value) in (tuple, list):
         return type(value)(_silent(one, effects) for one in value)
     if hasattr(value, "jaxpr"):
         return value.replace(jaxpr=_silent(value.jaxpr, effects))

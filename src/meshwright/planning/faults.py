@@ -53,9 +53,9 @@ def tracing_forward(name: str, inputs: Any) -> contextlib.AbstractContextManager
     """For what is inside and traces the forward pass of a model with these ``inputs``."""
     shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", inputs)
     way_out = (
-        f"\nIts inputs are {shapes}: the rows of several requests are computed together, so any "
-        "number of them must be possible. Of a batch (x, y) a forward pass gets x, of any other, "
-        "such as a dict, all of it."
+        f"\nIts inputs are {shapes}: it must take any number of rows, as those of several "
+        "requests are computed together. Of a batch (x, y) it gets x, of any other, such as a "
+        "dict, all."
     )
     return as_model_error(f"the forward pass of {name!r} cannot be traced", way_out)
 

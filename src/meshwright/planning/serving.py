@@ -52,11 +52,11 @@ class ForwardStep(AbstractStep):
     def _forward(self) -> Any:
         predict = self.predict_step
 
-        def in_words(whole: TrainState, batch: Any) -> Any:
+        def forward(whole: TrainState, batch: Any) -> Any:
             with tracing_forward(self.program.name, batch):
                 return predict(whole.params, whole.state, batch)
 
-        return jax.jit(lambda whole, batch: in_words(whole, batch))
+        return jax.jit(forward)
 
     @property
     def has_gradients(self) -> bool:

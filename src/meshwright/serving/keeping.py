@@ -411,8 +411,8 @@ class Keeper:
 def _written_anew(path: Path, version: str) -> CheckpointError:
     """What a group says of weights that it cannot tell from those which it serves."""
     return CheckpointError(
-        f"{path} is no longer the {version} that is served: another run wrote it. Several "
-        "processes tell weights apart by that number: a later one is served, or restart the server."
+        f"{path} is no longer the {version} that is served: another run wrote it. Servers of "
+        "several processes tell weights apart by that number: save a later one, or restart."
     )
 
 
