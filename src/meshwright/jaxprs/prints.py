@@ -37,12 +37,12 @@ def _silent(value: Any, effects: frozenset[Any]) -> Any:
     """A jaxpr, open or closed, or several, without prints and their effects; others unchanged."""
     if type(value) in (tuple, list):
         return type(value)(_silent(one, effects) for one in value)
-    if hasattr(value, "jaxpr"):
-        return value.replace(jaxpr=_silent(value.jaxpr, effects))
-    if not hasattr(value, "eqns"):
+    inner = getattr(value, "jaxpr", value)  # of an open one, JAX 0.12 says itself
+    if not hasattr(inner, "eqns"):
         return value
-    kept = [_without(eqn, effects) for eqn in value.eqns if not _prints(eqn)]
-    return value.replace(eqns=kept, effects=value.effects - effects)
+    kept = [_without(eqn, effects) for eqn in inner.eqns if not _prints(eqn)]
+    silent = inner.replace(eqns=kept, effects=inner.effects - effects)
+    return silent if inner is value else value.replace(jaxpr=silent)
 
 
 def _without(eqn: Any, effects: frozenset[Any]) -> Any:
