@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 import jax
 import jax.numpy as jnp
 
+from ..errors import DataError
 from ..jaxprs.edits import equations
 from ..jaxprs.row_parts import Gathered
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
@@ -43,6 +44,7 @@ def accumulating_step(
     """
 
     def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
+        _check_alike(batches)
         micro = _Micro(program, gradient, sharing)
         run = _WAYS[_way_override.get() or _way(micro, whole, batches)]
         state, grads, logs = run(micro, whole, batches)
@@ -214,6 +216,23 @@ _WAYS: dict[Way, Callable[..., tuple[TrainState, Arrays, Logs]]] = {
     "in a loop": _in_a_loop,
     "written out": _written_out,
 }
+
+
+def _check_alike(batches: Any) -> None:
+    """Raise :class:`DataError` for what is not a tuple of batches of one kind, as one batch is."""
+    kinds = [_kind(batch) for batch in batches] if isinstance(batches, tuple | list) else []
+    if len(set(kinds)) != 1:
+        shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", batches)
+        raise DataError(
+            "with accumulate= above 1 a step takes a tuple of micro-batches, all of one kind; "
+            f"received {shapes}. Pass (batch, batch), or call Trainer.steps, which takes batches "
+            "one by one."
+        )
+
+
+def _kind(batch: Batch) -> Any:
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple((leaf.ndim, leaf.dtype) for leaf in leaves)
 
 
 def _stacked(batches: Sequence[Batch]) -> Batch:
