@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..serving.options import Precision
     from ..targets.hardware import Hardware
     from ..targets.target import Target
+    from .planning import DryRunOptions
 
 
 # Options that mean something with --serve alone, and those that mean nothing there.
@@ -177,21 +178,9 @@ def dry_run(
     """
     if no_cache:
         os.environ["MESHWRIGHT_CACHE"] = "off"
-    from ..display.text.columns import print_text
-    from ..planning.lock import lock_of
-    from .planning import DryRunOptions, checked, run, run_here, run_serving
+    from .planning import DryRunOptions
 
-    ctx = click.get_current_context()
-    if serve:
-        refuse_with(ctx, _OF_STEPS, "--serve")
-    else:
-        refuse_without(ctx, _OF_SERVING, "--serve")
-    if measure:
-        refuse_with(ctx, ("hardware",), "--measure, which measures this machine")
-    if qps is None:
-        refuse_without(ctx, ("p99_ms",), "--qps")
-    if before is None:
-        refuse_without(ctx, ("tolerance",), "--check")
+    _check_options(serve, measure, qps, before)
     request = DryRunOptions(
         build,
         target,
@@ -204,17 +193,74 @@ def dry_run(
         hardware=hardware,
     )
     if serve:
-        serving = run_serving(request, rows or (1, 8, 32), timeout, precision, pipeline)
-        print_text(serving)
-        if qps is not None:
-            print_text(serving.devices_for(qps, None if p99_ms is None else p99_ms / 1e3))
-        if price is not None:
-            costs = serving.price_per_million(price)
-            known = "no known amount: no batch fits, or its time is unknown"
-            print_text(f"a million rows cost {known if costs is None else f'{costs:.4g}'}")
-        raise SystemExit(1 if serving.fits is False else 0)
-    here = run_here(request, timeout, html) if measure else (run(request, timeout, html), None)
-    report, beside = here
+        passes = _report_serving(request, timeout, rows, precision, pipeline, qps, p99_ms, price)
+    else:
+        passes = _report_step(
+            request, timeout, measure, html, trace, price, save, before, tolerance
+        )
+    raise SystemExit(0 if passes else 1)
+
+
+def _check_options(serve: bool, measure: bool, qps: float | None, before: Lock | None) -> None:
+    """Refuse options that mean nothing beside, or without, others."""
+    ctx = click.get_current_context()
+    if serve:
+        refuse_with(ctx, _OF_STEPS, "--serve")
+    else:
+        refuse_without(ctx, _OF_SERVING, "--serve")
+    if measure:
+        refuse_with(ctx, ("hardware",), "--measure, which measures this machine")
+    if qps is None:
+        refuse_without(ctx, ("p99_ms",), "--qps")
+    if before is None:
+        refuse_without(ctx, ("tolerance",), "--check")
+
+
+def _report_serving(
+    request: DryRunOptions,
+    timeout: float,
+    rows: tuple[int, ...] | None,
+    precision: Precision | None,
+    pipeline: str | None,
+    qps: float | None,
+    p99_ms: float | None,
+    price: float | Mapping[str, float] | None,
+) -> bool:
+    """Print what serving takes; false if it does not fit."""
+    from ..display.text.columns import print_text
+    from .planning import run_serving
+
+    report = run_serving(request, rows or (1, 8, 32), timeout, precision, pipeline)
+    print_text(report)
+    if qps is not None:
+        print_text(report.devices_for(qps, None if p99_ms is None else p99_ms / 1e3))
+    if price is not None:
+        costs = report.price_per_million(price)
+        known = "no known amount: no batch fits, or its time is unknown"
+        print_text(f"a million rows cost {known if costs is None else f'{costs:.4g}'}")
+    return report.fits is not False
+
+
+def _report_step(
+    request: DryRunOptions,
+    timeout: float,
+    measure: bool,
+    html: Path | None,
+    trace: Path | None,
+    price: float | Mapping[str, float] | None,
+    save: Path | None,
+    before: Lock | None,
+    tolerance: float | None,
+) -> bool:
+    """Print what a step takes; false if it does not fit, or is worse than the lock file."""
+    from ..display.text.columns import print_text
+    from ..planning.lock import lock_of
+    from .planning import checked, run, run_here
+
+    if measure:
+        report, beside = run_here(request, timeout, html)
+    else:
+        report, beside = run(request, timeout, html), None
     sections: list[object] = [report]
     if price is not None:
         sections.append(report.price(price))
@@ -229,4 +275,4 @@ def dry_run(
     print_text(*sections)
     if save is not None:
         lock_of(report).save(save)
-    raise SystemExit(1 if is_worse or report.fits is False else 0)
+    return not is_worse and report.fits is not False

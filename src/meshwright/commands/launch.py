@@ -177,41 +177,70 @@ def launch(
         _run_on_ray(ctx, program, processes, options)
         return
     _check_kind(ctx, processes is not None)
+    nodes = options["nodes"][1]
     if processes is None:
-        from ..launch.script import run_launched
+        status = _run_cluster(program, options)
+    elif options["hosts"]:
+        status = _run_on_hosts(ctx, program, processes, options)
+    elif options["host_discovery_script"] and nodes > 1 and not options["rendezvous"]:
+        status = _run_on_listed_hosts(ctx, program, processes, options)
+    else:
+        status = _run_group(program, processes, options)
+    raise SystemExit(status)
 
-        cluster = {name: options[name] for name in _OF_CLUSTERS if name != "quiet"}
-        restarts = options["max_restarts"]
-        cluster["max_restarts"] = _RESTARTS_OF_TASKS if restarts is None else restarts
-        raise SystemExit(run_launched(program, logs=not options["quiet"], **cluster))
+
+def _run_cluster(program: tuple[str, ...], options: dict[str, Any]) -> int:
+    from ..launch.script import run_launched
+
+    cluster = {name: options[name] for name in _OF_CLUSTERS if name != "quiet"}
+    restarts = options["max_restarts"]
+    cluster["max_restarts"] = _RESTARTS_OF_TASKS if restarts is None else restarts
+    return run_launched(program, logs=not options["quiet"], **cluster)
+
+
+def _run_on_hosts(
+    ctx: click.Context,
+    program: tuple[str, ...],
+    processes: tuple[int, int],
+    options: dict[str, Any],
+) -> int:
+    from ..launch.hosts import run_on_hosts
 
     (least, most), (least_nodes, nodes) = processes, options["nodes"]
-    if options["hosts"]:
-        from ..launch.hosts import run_on_hosts
+    if least < most or options["host_discovery_script"]:
+        raise click.UsageError(
+            "with --hosts the number of hosts may change (--nodes MIN:MAX), and not that of the "
+            "processes on each.",
+            ctx,
+        )
+    passed_on = ["--processes", str(most), *as_typed(ctx, _PASSED_ON)]
+    least_hosts = least_nodes if least_nodes < nodes else None
+    return run_on_hosts(options["hosts"].split(","), passed_on, program, least_hosts)
 
-        if least < most or options["host_discovery_script"]:
-            raise click.UsageError(
-                "with --hosts the number of hosts may change (--nodes MIN:MAX), and not that of "
-                "the processes on each.",
-                ctx,
-            )
-        passed_on = ["--processes", str(most), *as_typed(ctx, _PASSED_ON)]
-        least_hosts = least_nodes if least_nodes < nodes else None
-        hosts = options["hosts"].split(",")
-        raise SystemExit(run_on_hosts(hosts, passed_on, program, least_hosts))
 
-    if options["host_discovery_script"] and nodes > 1 and not options["rendezvous"]:
-        from ..launch.hosts import run_on_listed_hosts
+def _run_on_listed_hosts(
+    ctx: click.Context,
+    program: tuple[str, ...],
+    processes: tuple[int, int],
+    options: dict[str, Any],
+) -> int:
+    from ..launch.hosts import run_on_listed_hosts
 
-        if least < most:
-            raise click.UsageError("several hosts need one number of --processes.", ctx)
-        passed_on = ["--processes", str(most), *as_typed(ctx, _PASSED_ON)]
-        script = options["host_discovery_script"]
-        raise SystemExit(run_on_listed_hosts(script, passed_on, program, least_nodes, nodes))
+    least, most = processes
+    if least < most:
+        raise click.UsageError("several hosts need one number of --processes.", ctx)
+    passed_on = ["--processes", str(most), *as_typed(ctx, _PASSED_ON)]
+    script = options["host_discovery_script"]
+    return run_on_listed_hosts(script, passed_on, program, *options["nodes"])
 
+
+def _run_group(
+    program: tuple[str, ...], processes: tuple[int, int], options: dict[str, Any]
+) -> int:
     from ..launch.group import run_group, run_module
     from ..launch.group_options import GroupOptions
 
+    (least, most), (least_nodes, nodes) = processes, options["nodes"]
     group = GroupOptions(
         processes=most,
         devices=options["devices"],
@@ -229,8 +258,8 @@ def launch(
         discovery=options["host_discovery_script"],
     )
     if program == ("doctor",) and not Path("doctor").exists():
-        raise SystemExit(run_module("meshwright.fabric", group))
-    raise SystemExit(run_group(program, group))
+        return run_module("meshwright.fabric", group)
+    return run_group(program, group)
 
 
 def _job(

@@ -203,14 +203,14 @@ def shard(
     >>> [batch.arrays[0].tolist() for batch in rows.reading(Group(1, 2))]
     [[2.0, 3.0], [6.0, 7.0], [10.0, 11.0]]
     """
+    make: Any = source
+    is_function = inspect.isroutine(source) or isinstance(source, functools.partial)
+    rows = None if is_function else row_source(source, parse)
     faults = []
     if by not in get_args(By):
         faults.append(f"by must be one of {get_args(By)}; received {by!r}.")
     if uneven not in get_args(Uneven):
         faults.append(f"uneven must be 'pad' or 'drop'; received {uneven!r}.")
-    make: Any = source
-    is_function = inspect.isroutine(source) or isinstance(source, functools.partial)
-    rows = None if is_function else row_source(source, parse)
     if is_function and uneven != "drop":
         faults.append(
             f"uneven must be 'drop' for a function that makes batches; received {uneven!r}. An "
@@ -218,15 +218,7 @@ def shard(
         )
     if rows is None:
         options = {"batch_size": batch_size, "seed": seed, "parse": parse, "to_batch": to_batch}
-        refused = [f"{name}=" for name, value in options.items() if value is not None]
-        refused += ["by='file'"] if by == "file" else []
-        keeps = "" if is_function else " (every process keeps its rows of each batch)"
-        if refused:
-            faults.append(
-                f"{', '.join(refused)} needs rows by number or files, and {type(source).__name__} "
-                f"yields batches in an order of its own. Leave it out{keeps}, or pass the paths of "
-                "the files."
-            )
+        faults += _faults_without_rows(source, is_function, by, options)
     else:
         batch_size = rows.batch_size if batch_size is None else batch_size
         if by == "file" and not rows.has_files:
@@ -242,6 +234,21 @@ def shard(
         return OwnBatches(make) if is_function else source
     assert batch_size is not None
     return ShardedRows(rows, by, batch_size, seed, uneven, to_batch)
+
+
+def _faults_without_rows(
+    source: Any, is_function: bool, by: By, options: Mapping[str, Any]
+) -> list[str]:
+    """What is asked of a source of batches that only a source of rows can do."""
+    refused = [f"{name}=" for name, value in options.items() if value is not None]
+    refused += ["by='file'"] if by == "file" else []
+    if not refused:
+        return []
+    keeps = "" if is_function else " (every process keeps its rows of each batch)"
+    return [
+        f"{', '.join(refused)} needs rows by number or files, and {type(source).__name__} yields "
+        f"batches in an order of its own. Leave it out{keeps}, or pass the paths of the files."
+    ]
 
 
 def _rows_here(source: ShardedRows, group: Group) -> int:

@@ -30,6 +30,12 @@ _KEEP_ALL = {  # small models compile in less time than JAX' own limit, one seco
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
 
+_UNTRAINED = (
+    "program {name!r} is served with the values that it begins with. Where it was trained, pass "
+    "the checkpoints of its run, checkpoint='runs/first', or the state of its Trainer, "
+    "params=state; where these values are meant, pass them as params=."
+)
+
 
 class Server:
     """Serves the forward pass of a model on a mesh; what requests send is put into batches.
@@ -132,11 +138,7 @@ class Server:
                 "a server over several processes that runs takes no more models. Add them all, in "
                 "every process, before load()."
             )
-        if isinstance(model, str | Path) and Path(model).suffix == ".json":
-            raise ModelError(
-                f"{model} is a plan, not a model: it goes in as the strategy, "
-                f"Server(model, {str(model)!r})."
-            )
+        _check_no_plan(model)
         if isinstance(strategy, str | Path):
             strategy = Plan.load(strategy)
         if build is not None and checkpoint is None and isinstance(model, str | Path):
@@ -149,12 +151,7 @@ class Server:
         what = {"build": build, "params": params, "example": example, "name": name}
         source = source_of(model, strategy, **what, precision=settings.precision)
         if source.is_untrained and checkpoint is None:
-            warn(
-                f"program {source.name!r} is served with the values that it begins with. Where it "
-                "was trained, pass the checkpoints of its run, checkpoint='runs/first', or the "
-                "state of its Trainer, params=state; where these values are meant, pass them as "
-                "params=."
-            )
+            warn(_UNTRAINED.format(name=source.name))
         own = None
         if settings.precision is not None and sample is not None:
             own = source_of(model, strategy, **what)
@@ -293,6 +290,14 @@ class Server:
             names = ", ".join(self._versions) or "none"
             raise UnknownModelError(f"unknown model {name!r}; models of this server: {names}.")
         return versions
+
+
+def _check_no_plan(model: Any) -> None:
+    if isinstance(model, str | Path) and Path(model).suffix == ".json":
+        raise ModelError(
+            f"{model} is a plan, not a model: it goes in as the strategy, "
+            f"Server(model, {str(model)!r})."
+        )
 
 
 def _planned(strategy: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ its own dims again.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from ..layouts.params import ParamInfo, Placed
 from ..layouts.placement import Placement
 from ..program import Arrays, Program, TrainState, shapes_of
 from .by_stage import ByStage, Piece, from_row, packed_row
-from .stacking import Stacking, asking, by_part, spread_over
+from .stacking import Stacking, asking, by_part, infos_of_step
 
 _WEIGHTS = "weights"
 _ALIGNED = 128  # elements that the length of a row is a multiple of
@@ -67,31 +68,10 @@ class Packing(Stacking):
         Raises :class:`PipelineError` for those that a rule splits.
         """
         stages = placement.mesh[axis]
-        rest = by_part(program.parts, placement)
-        whole = by_part(program.parts, placement.with_zero(0))
-        split = [path for path in owner if whole.params[path].axes]
-        if split:
-            raise PipelineError(
-                f"stages that differ hold their weights as flat rows, which no layout splits; "
-                f"{split[0]} is laid out as {whole.params[split[0]].unbound()}. Leave it whole, or "
-                "build the model of equal blocks."
-            )
-        slots: dict[str, tuple[str, int]] = {}
-        count: dict[str, int] = {}
-        for info in program.slots:
-            if info.owner is not None and info.owner in owner:
-                number = count[info.owner] = count.get(info.owner, -1) + 1
-                slots[info.path] = info.owner, number
+        layouts = by_part(program.parts, placement.with_zero(0))
+        _check_whole(owner, layouts.params)
         packs = TrainState({}, {}, {}, {})
-        params = [(i, _WEIGHTS, owner[i.path]) for i in program.params if i.path in owner]
-        of_slots = [
-            (i, f"slot {slots[i.path][1]}", owner[slots[i.path][0]])
-            for i in program.slots
-            if i.path in slots
-        ]
-        groups: dict[tuple[str, str], list[tuple[ParamInfo, int]]] = {}
-        for info, kind, stage in params + of_slots:
-            groups.setdefault((kind, info.dtype), []).append((info, stage))
+        groups = _grouped(program, owner)
         length = max((_longest(of, stages) for of in groups.values()), default=0)
         for (kind, dtype), of in groups.items():
             first = next(iter(packs.params), None)
@@ -99,20 +79,15 @@ class Packing(Stacking):
             pack = _pack(of, f"{kind} {dtype} by {axis}", (stages, length), first)
             info = asking(pack.info, Layout([axis, UNSHARDED], placement.mesh))
             into[info.path] = replace(pack, info=info)
-        parts = [
-            [
-                spread_over(axis, info, getattr(whole, field))
-                if field in ("params", "slots")
-                else info
-                for info in part
-                if not (field == "params" and info.path in owner)
-                and not (field == "slots" and info.path in slots)
-            ]
-            for field, part in zip(TrainState._fields, program.parts, strict=True)
-        ]
-        parts[0] += [pack.info for pack in packs.params.values()]
-        parts[2] += [pack.info for pack in packs.slots.values()]
-        infos, stored = tuple(map(tuple, parts)), by_part(parts, placement)
+        slots = {info.path for info in program.slots if info.owner in owner}
+        infos = infos_of_step(
+            program,
+            axis,
+            layouts,
+            (owner, [pack.info for pack in packs.params.values()]),
+            (slots, [pack.info for pack in packs.slots.values()]),
+        )
+        stored, rest = by_part(infos, placement), by_part(program.parts, placement)
         mesh = placement.mesh.jax_mesh
         return cls((), (), infos, stored, rest, packs, stages, axis, mesh, owner)
 
@@ -191,6 +166,33 @@ class Packing(Stacking):
             return new, new_slots
 
         return update
+
+
+def _check_whole(owner: Mapping[str, int], layouts: Mapping[str, Layout]) -> None:
+    split = [path for path in owner if layouts[path].axes]
+    if split:
+        raise PipelineError(
+            "stages that differ hold their weights as flat rows, which no layout splits; "
+            f"{split[0]} is laid out as {layouts[split[0]].unbound()}. Leave it whole, or build "
+            "the model of equal blocks."
+        )
+
+
+def _grouped(
+    program: Program, owner: Mapping[str, int]
+) -> dict[tuple[str, str], list[tuple[ParamInfo, int]]]:
+    """What stages hold, with the stage of each array, by kind and type: weights, first slots..."""
+    groups: dict[tuple[str, str], list[tuple[ParamInfo, int]]] = {}
+    for info in program.params:
+        if info.path in owner:
+            groups.setdefault((_WEIGHTS, info.dtype), []).append((info, owner[info.path]))
+    slots = Counter[str]()
+    for info in program.slots:
+        if info.owner is not None and info.owner in owner:
+            kind = f"slot {slots[info.owner]}"
+            slots[info.owner] += 1
+            groups.setdefault((kind, info.dtype), []).append((info, owner[info.owner]))
+    return groups
 
 
 def _pack(

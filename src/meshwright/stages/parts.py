@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import PipelineError
 from ..jaxprs.flops import equation_flops
@@ -120,6 +120,18 @@ class Blocks:
         return Functions(self)
 
 
+class _Reads(NamedTuple):
+    """What blocks read: of the block before, of their own, and all of them alike.
+
+    ``passed`` has what the first and the second block read, by the equation of a block that makes
+    it and the number of its result; ``owned`` what each block reads, by what the second one reads.
+    """
+
+    passed: dict[tuple[int, int], tuple[Var, Var]]
+    owned: dict[Var, list[Var]]
+    shared: dict[Var, None]
+
+
 class Functions:
     """The parts of a loss as functions of values by variable.
 
@@ -139,48 +151,52 @@ class Functions:
         }
         self._second = range(run.start + run.period, run.start + 2 * run.period)
         self._body = [self._jaxpr.eqns[number] for number in self._second]
-        passed: dict[tuple[int, int], tuple[Var, Var]] = {}  # place -> (enters, in second copy)
-        differing = {row[1] for row in blocks.differing}
-        owned: dict[Var, list[Var]] = {}
-        shared: dict[Var, None] = {}
-        for number, eqn in zip(self._second, self._body, strict=True):
-            for position, atom in enumerate(eqn.invars):
-                if hasattr(atom, "val"):
-                    continue
-                copy = self._copy_of(atom)
-                if copy == 1:
-                    continue
-                if copy == 0:
-                    place_made, result = self._maker[atom]
-                    first = self._jaxpr.eqns[number - run.period].invars[position]
-                    place = place_made - run.start, result
-                    if passed.setdefault(place, (first, atom))[0] is not first:
-                        raise PipelineError(
-                            "the first block reads two different inputs where the others read one, "
-                            "so they cannot be stages of one pipeline."
-                        )
-                    continue
-                copies = [
-                    self._jaxpr.eqns[run.start + k * run.period + number - self._second[0]].invars[
-                        position
-                    ]
-                    for k in range(run.count)
-                ]
-                if len(set(copies)) == 1:
-                    shared[atom] = None
-                elif atom not in differing:
-                    owned[atom] = copies
-        self.enters = tuple(first for first, _ in passed.values())
-        self._inputs = tuple(atom for _, atom in passed.values())
-        self._results = tuple(self._body[at].outvars[result] for at, result in passed)
-        last = run.start + (run.count - 1) * run.period
-        self.leaves = tuple(self._jaxpr.eqns[last + at].outvars[result] for at, result in passed)
-        self._owned = owned
-        self.shared, lent, in_each = self._lend(shared)
+        reads = self._reads_of_blocks()
+        self.enters = tuple(first for first, _ in reads.passed.values())
+        self._inputs = tuple(second for _, second in reads.passed.values())
+        self._results = tuple(self._body[at].outvars[result] for at, result in reads.passed)
+        last = [self._jaxpr.eqns[n] for n in range(run.end - run.period, run.end)]
+        self.leaves = tuple(last[at].outvars[result] for at, result in reads.passed)
+        self._owned = reads.owned
+        self.shared, lent, in_each = self._lend(reads.shared)
         self.lent = tuple(blocks.traced.arguments[var][1] for var in lent)
         self._own_roots = (*(row[1] for row in (*blocks.own_vars, *blocks.differing)), *lent)
         self._prefix = [self._jaxpr.eqns[n] for n in sorted(self._prefixes() | in_each)]
         self._check()
+
+    def _reads_of_blocks(self) -> _Reads:
+        reads = _Reads({}, {}, {})
+        differing = {row[1] for row in self.blocks.differing}
+        for number, eqn in zip(self._second, self._body, strict=True):
+            for position, atom in enumerate(eqn.invars):
+                copy = None if hasattr(atom, "val") else self._copy_of(atom)
+                if hasattr(atom, "val") or copy == 1:
+                    continue
+                atoms = self._in_copies(number, position)
+                if copy == 0:
+                    self._pass_on(reads, atom, atoms[0])
+                elif len(set(atoms)) == 1:
+                    reads.shared[atom] = None
+                elif atom not in differing:
+                    reads.owned[atom] = atoms
+        return reads
+
+    def _in_copies(self, number: int, position: int) -> list[Any]:
+        """What an equation of the second block reads there, and its like in each block."""
+        run = self._run
+        first = number - run.period
+        eqns = [self._jaxpr.eqns[first + copy * run.period] for copy in range(run.count)]
+        return [eqn.invars[position] for eqn in eqns]
+
+    def _pass_on(self, reads: _Reads, atom: Var, first: Var) -> None:
+        """Note what the second block reads of the first one, which reads ``first`` in its place."""
+        number, result = self._maker[atom]
+        place = number - self._run.start, result
+        if reads.passed.setdefault(place, (first, atom))[0] is not first:
+            raise PipelineError(
+                "the first block reads two different inputs where the others read one, so they "
+                "cannot be stages of one pipeline."
+            )
 
     def _copy_of(self, var: Var) -> int | None:
         maker = self._maker.get(var)

@@ -137,53 +137,84 @@ class TickPlan:
     def of(cls, table: TickTable, keeps_results: bool = False) -> TickPlan:
         """The plan of a table, which keeps what :meth:`Kept.of` says."""
         kept = Kept.of(table, keeps_results)
-        stages, results = range(table.stages), kept.results
+        slots, gradient_slots, cut_slots, loss_slots = kept.buffers()
+        buffers = _Buffers.of(kept)
+        rows = _empty_rows(table)
+        rows.arriving[:] = slots
+        rows.arriving_gradient[:] = rows.result_slot[:] = gradient_slots
+        _add_works(rows, table, buffers, kept, gradient_slots)
+        _add_arrivals(rows, table, buffers, kept)
+        for group, (_, tick) in kept.losses.items():
+            rows.loss_begins[tick] = buffers.losses[group]
+        return cls(table, rows, slots, gradient_slots, cut_slots, loss_slots)
+
+
+class _Buffers(NamedTuple):
+    """The buffer in which each chunk is kept, by stage, and that of each group of losses."""
+
+    inputs: list[dict[Chunk, int]]
+    gradients: list[dict[Chunk, int]]
+    cuts: list[dict[Chunk, int]]
+    losses: dict[Chunk, int]
+
+    @classmethod
+    def of(cls, kept: Kept) -> _Buffers:
         inputs, gradients, cuts = (
             [_slots(spans) for spans in of] for of in (kept.inputs, kept.gradients, kept.cuts)
         )
-        losses = _slots(kept.losses)
-        slots, gradient_slots, cut_slots, loss_slots = kept.buffers()
-        shape = (len(table.ticks), table.stages)
-        late = {"weights", "weights_repeat", "weights_slot", "weights_cut_slot"}
-        rows = Row(
-            *(
-                np.full((*shape, LATE_WEIGHTS) if name in late else shape, NOTHING, np.int32)
-                for name in Row._fields
-            )
+        return cls(inputs, gradients, cuts, _slots(kept.losses))
+
+
+def _empty_rows(table: TickTable) -> Row:
+    """Rows of ticks by stages in which nobody has work."""
+    shape = (len(table.ticks), table.stages)
+    late = {"weights", "weights_repeat", "weights_slot", "weights_cut_slot"}
+    rows = Row(
+        *(
+            np.full((*shape, LATE_WEIGHTS) if name in late else shape, NOTHING, np.int32)
+            for name in Row._fields
         )
-        rows.stage[:] = np.arange(table.stages)
-        rows.arriving[:] = slots
-        rows.arriving_gradient[:] = rows.result_slot[:] = gradient_slots
-        for tick, stage, work in table.works():
-            chunk, at = work.chunk, (tick, stage)
-            slot, cut = inputs[stage][chunk], cuts[stage].get(chunk, NOTHING)
-            if work.kind == "forward":
-                rows.forward[at], rows.forward_repeat[at], rows.forward_slot[at] = *chunk, slot
-                if chunk in results[stage]:
-                    rows.result_slot[at] = gradients[stage][chunk]
-            elif work.kind == "backward":
-                rows.backward[at], rows.backward_repeat[at], rows.backward_slot[at] = *chunk, slot
-                rows.gradient_slot[at] = gradients[stage].get(chunk, gradient_slots)
-                rows.cut_slot[at] = cut
-            elif work.kind == "loss":
-                rows.loss[at], rows.loss_slot[at] = work.micro_batch, losses[table.group_of(chunk)]
-            elif cut != NOTHING:
-                here = (*at, int((rows.weights[at] != NOTHING).sum()))
-                rows.weights[here], rows.weights_repeat[here] = chunk
-                rows.weights_slot[here], rows.weights_cut_slot[here] = slot, cut
-        for stage in stages:
-            for chunk, slot in inputs[stage].items():
-                if (sender := table.before(stage, chunk)) is not None:
-                    at = table.when[sender[0], Work("forward", *sender[1])] + 1
-                    rows.arriving[at, stage] = slot
-            for chunk in kept.gradients[stage]:
-                if (sender := table.after(stage, chunk)) is None:
-                    continue  # a result, or no gradient arrives for it
-                at = table.when[sender[0], Work("backward", *sender[1])] + 1
-                rows.arriving_gradient[at, stage] = gradients[stage][chunk]
-        for group, (_, tick) in kept.losses.items():
-            rows.loss_begins[tick] = losses[group]
-        return cls(table, rows, slots, gradient_slots, cut_slots, loss_slots)
+    )
+    rows.stage[:] = np.arange(table.stages)
+    return rows
+
+
+def _add_works(
+    rows: Row, table: TickTable, buffers: _Buffers, kept: Kept, gradient_slots: int
+) -> None:
+    """What each stage computes at each tick, and with which buffers."""
+    inputs, gradients, cuts, losses = buffers
+    for tick, stage, work in table.works():
+        chunk, at = work.chunk, (tick, stage)
+        slot, cut = inputs[stage][chunk], cuts[stage].get(chunk, NOTHING)
+        if work.kind == "forward":
+            rows.forward[at], rows.forward_repeat[at], rows.forward_slot[at] = *chunk, slot
+            if chunk in kept.results[stage]:
+                rows.result_slot[at] = gradients[stage][chunk]
+        elif work.kind == "backward":
+            rows.backward[at], rows.backward_repeat[at], rows.backward_slot[at] = *chunk, slot
+            rows.gradient_slot[at] = gradients[stage].get(chunk, gradient_slots)
+            rows.cut_slot[at] = cut
+        elif work.kind == "loss":
+            rows.loss[at], rows.loss_slot[at] = work.micro_batch, losses[table.group_of(chunk)]
+        elif cut != NOTHING:
+            here = (*at, int((rows.weights[at] != NOTHING).sum()))
+            rows.weights[here], rows.weights_repeat[here] = chunk
+            rows.weights_slot[here], rows.weights_cut_slot[here] = slot, cut
+
+
+def _add_arrivals(rows: Row, table: TickTable, buffers: _Buffers, kept: Kept) -> None:
+    """Where each stage puts what arrives at each tick: one after the neighbour has computed it."""
+    for stage in range(table.stages):
+        for chunk, slot in buffers.inputs[stage].items():
+            if (sender := table.before(stage, chunk)) is not None:
+                at = table.when[sender[0], Work("forward", *sender[1])] + 1
+                rows.arriving[at, stage] = slot
+        for chunk in kept.gradients[stage]:
+            if (sender := table.after(stage, chunk)) is None:
+                continue  # a result, or no gradient arrives for it
+            at = table.when[sender[0], Work("backward", *sender[1])] + 1
+            rows.arriving_gradient[at, stage] = buffers.gradients[stage][chunk]
 
 
 def _slots(spans: Spans) -> dict[Chunk, int]:

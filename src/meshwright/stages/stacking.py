@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from ..errors import PipelineError
 from ..layouts.layout import Layout
+from ..layouts.mesh import Mesh
 from ..layouts.params import ParamInfo, Placed
 from ..layouts.placement import Placement
 from ..layouts.zero import share_out
@@ -81,65 +82,27 @@ class Stacking:
 
         Raises :class:`PipelineError` where equal weights would lie differently.
         """
-        rest = by_part(program.parts, placement)
-        whole = by_part(program.parts, placement.with_zero(0))
-        infos = TrainState(*({info.path: info for info in part} for part in program.parts))
-
-        def stack(field: str, row: Sequence[str | None], owner: str | None) -> Stack:
-            layouts: dict[str, Layout] = getattr(whole, field)
-            paths = [path for path in row if path is not None]
-            if len({layouts[path] for path in paths}) > 1:
-                listed = "\n".join(f"  {path}: {layouts[path].unbound()}" for path in paths)
-                raise PipelineError(
-                    "equal blocks must have the same layouts to be stages of one pipeline:\n"
-                    f"{listed}"
-                )
-            alone = layouts[paths[0]]
-            _check_free(axis, paths[0], alone.axes)
-            first: ParamInfo = getattr(infos, field)[paths[0]]
-            places = tuple(None if block is None else row[block] for block in deal.places)
-            info = replace(
-                asking(first, Layout([axis, *alone.specs], placement.mesh)),
-                path=_joined(paths),
-                dims=(len(places), *first.dims),
-                owner=owner,
-                lasting=None,
-            )
-            return Stack(info, places)
-
-        def as_it_is(field: str, path: str) -> Stack:
-            """A stack that the model has itself."""
-            layouts: dict[str, Layout] = getattr(whole, field)
-            _, *others = layouts[path].specs
-            _check_free(axis, path, Layout(others).axes)
-            info = asking(getattr(infos, field)[path], Layout([axis, *others], placement.mesh))
-            places = tuple(entry_path(path, number) for number in range(info.dims[0]))
-            return Stack(info, places, is_whole=True)
-
+        stacker = _Stacker.of(program, placement, axis, deal)
         params, slots = list[Stack](), list[Stack]()
         for row in rows:
             if (path := wholes.get(row[0] or "")) is not None:
-                params.append(as_it_is("params", path))
-                slots += (as_it_is("slots", of) for (of,) in _slots_of(program, [path]) if of)
+                params.append(stacker.as_it_is("params", path))
+                own_slots = (slot for (slot,) in _slots_of(program, [path]) if slot)
+                slots += (stacker.as_it_is("slots", slot) for slot in own_slots)
             else:
-                params.append(stack("params", row, None))
+                params.append(stacker.stacked("params", row, None))
                 owner = params[-1].info.path
-                slots += (stack("slots", paths, owner) for paths in _slots_of(program, row))
-
-        def spread(field: str, info: ParamInfo) -> ParamInfo:
-            of_model = field in ("params", "slots")
-            return spread_over(axis, info, getattr(whole, field)) if of_model else info
-
-        in_stacks = {("params", path) for own_stack in params for path in own_stack.stored_paths}
-        in_stacks |= {("slots", path) for own_stack in slots for path in own_stack.stored_paths}
-        parts = [
-            [spread(field, info) for info in part if (field, info.path) not in in_stacks]
-            for field, part in zip(TrainState._fields, program.parts, strict=True)
-        ]
-        parts[0] += [own_stack.info for own_stack in params]
-        parts[2] += [own_stack.info for own_stack in slots]
-        stored = by_part(parts, placement)
-        return cls(tuple(params), tuple(slots), tuple(map(tuple, parts)), stored, rest)
+                own_slots = _slots_of(program, row)
+                slots += (stacker.stacked("slots", paths, owner) for paths in own_slots)
+        infos = infos_of_step(
+            program,
+            axis,
+            stacker.layouts,
+            ({path for stack in params for path in stack.stored_paths}, [s.info for s in params]),
+            ({path for stack in slots for path in stack.stored_paths}, [s.info for s in slots]),
+        )
+        rest = by_part(program.parts, placement)
+        return cls(tuple(params), tuple(slots), infos, by_part(infos, placement), rest)
 
     def bytes_by_stage(self, stages: int) -> list[int]:
         """Bytes of weights and slots that each stage has of its own, over all its devices."""
@@ -239,6 +202,78 @@ class Stacking:
             return new, new_slots
 
         return update
+
+
+@dataclass(frozen=True)
+class _Stacker:
+    """What makes stacks of variables; ``layouts`` are those of whole variables, without ZeRO."""
+
+    axis: str
+    mesh: Mesh
+    layouts: TrainState
+    infos: TrainState
+    deal: Deal
+
+    @classmethod
+    def of(cls, program: Program, placement: Placement, axis: str, deal: Deal) -> _Stacker:
+        layouts = by_part(program.parts, placement.with_zero(0))
+        infos = TrainState(*({info.path: info for info in part} for part in program.parts))
+        return cls(axis, placement.mesh, layouts, infos, deal)
+
+    def stacked(self, field: str, row: Sequence[str | None], owner: str | None) -> Stack:
+        """A stack of one variable of each block."""
+        layouts: dict[str, Layout] = getattr(self.layouts, field)
+        paths = [path for path in row if path is not None]
+        if len({layouts[path] for path in paths}) > 1:
+            listed = "\n".join(f"  {path}: {layouts[path].unbound()}" for path in paths)
+            raise PipelineError(
+                f"equal blocks must have the same layouts to be stages of one pipeline:\n{listed}"
+            )
+        alone = layouts[paths[0]]
+        _check_free(self.axis, paths[0], alone.axes)
+        first: ParamInfo = getattr(self.infos, field)[paths[0]]
+        places = tuple(None if block is None else row[block] for block in self.deal.places)
+        info = replace(
+            asking(first, Layout([self.axis, *alone.specs], self.mesh)),
+            path=_joined(paths),
+            dims=(len(places), *first.dims),
+            owner=owner,
+            lasting=None,
+        )
+        return Stack(info, places)
+
+    def as_it_is(self, field: str, path: str) -> Stack:
+        """A stack that the model has itself."""
+        _, *others = getattr(self.layouts, field)[path].specs
+        _check_free(self.axis, path, Layout(others).axes)
+        layout = Layout([self.axis, *others], self.mesh)
+        info = asking(getattr(self.infos, field)[path], layout)
+        places = tuple(entry_path(path, number) for number in range(info.dims[0]))
+        return Stack(info, places, is_whole=True)
+
+
+def infos_of_step(
+    program: Program,
+    axis: str,
+    layouts: TrainState,
+    params: tuple[Collection[str], Iterable[ParamInfo]],
+    slots: tuple[Collection[str], Iterable[ParamInfo]],
+) -> tuple[tuple[ParamInfo, ...], ...]:
+    """The variables of a step, by the fields of the state.
+
+    ``params`` and ``slots`` are the paths of those that are stored otherwise, and what they are
+    stored in; the others are shared out over the stages.
+    """
+
+    def of_field(field: str, infos: Sequence[ParamInfo]) -> tuple[ParamInfo, ...]:
+        if field not in ("params", "slots"):
+            return tuple(infos)
+        stored_paths, stored = params if field == "params" else slots
+        own_layouts = getattr(layouts, field)
+        beside = (info for info in infos if info.path not in stored_paths)
+        return *(spread_over(axis, info, own_layouts) for info in beside), *stored
+
+    return tuple(map(of_field, TrainState._fields, program.parts))
 
 
 def _made_here(stacks: Iterable[Stack]) -> list[Stack]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,41 +145,63 @@ def attend_locally(
             f"{text_of(missing)}, and so should keys [{text_of(keys.dims)}] and values "
             f"[{text_of(values.dims)}]."
         )
-    # Row by row, nothing below is earlier; of the row of a query, either side may be.
-    cuts = [
-        _Cut(dim, radii[dim.name], one_sided=causal and i == 0) for i, dim in enumerate(lengths)
-    ]
+    cuts = _Cuts.of(lengths, radii, causal)
+    mask = _everywhere(lengths) if mask is None else logical_and(mask, _everywhere(lengths))
+    away = [arange(cut.block) - (arange(cut.memory) - cut.block.size) for cut in cuts.cuts]
+    near = cuts.together(_near(away, list(radii.values()), causal))
+    # Nothing lies beyond either end: there the neighbourhood of a mask is false.
+    visible = logical_and(cuts.neighbourhood(mask), near)
+    if segments is not None:
+        same = equal(cuts.in_blocks(segments), cuts.neighbourhood(segments))
+        visible = logical_and(visible, same)
+    values_seen = attend(
+        cuts.in_blocks(queries),
+        cuts.neighbourhood(keys),
+        cuts.neighbourhood(values),
+        memory="memory", d_kv=d_kv, mask=visible,
+        bias=None if bias is None else cuts.together(bias(*(-one for one in away))),
+        scale=scale, talking=talking, rate=rate, key=key,
+    )  # fmt: skip
+    return cuts.whole(values_seen)
 
-    def in_blocks(x: NamedArray) -> NamedArray:
-        for cut in cuts:
+
+@dataclass(frozen=True)
+class _Cuts:
+    """Each of the lengths in blocks."""
+
+    cuts: tuple[_Cut, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[Dim], radii: Mapping[str, int], causal: bool) -> _Cuts:
+        # Row by row, nothing below is earlier; of the row of a query, either side may be.
+        return cls(
+            tuple(
+                _Cut(dim, radii[dim.name], one_sided=causal and i == 0)
+                for i, dim in enumerate(lengths)
+            )
+        )
+
+    def in_blocks(self, x: NamedArray) -> NamedArray:
+        """Cut into blocks along each length."""
+        for cut in self.cuts:
             x = cut.in_blocks(x)
         return x
 
-    def neighbourhood(x: NamedArray) -> NamedArray:
-        for cut in cuts:
+    def neighbourhood(self, x: NamedArray) -> NamedArray:
+        """What each block sees, as one dim ``memory``."""
+        for cut in self.cuts:
             x = cut.neighbourhood(x)
-        return together(x)
+        return self.together(x)
 
-    def together(x: NamedArray) -> NamedArray:
-        return merge_dims(x, [cut.memory for cut in cuts], "memory")
+    def together(self, x: NamedArray) -> NamedArray:
+        """What is seen along each length, as one dim ``memory``."""
+        return merge_dims(x, [cut.memory for cut in self.cuts], "memory")
 
-    mask = _everywhere(lengths) if mask is None else logical_and(mask, _everywhere(lengths))
-    away = [arange(cut.block) - (arange(cut.memory) - cut.block.size) for cut in cuts]
-    # Nothing lies beyond either end: there the neighbourhood of a mask is false.
-    visible = logical_and(neighbourhood(mask), together(_near(away, list(radii.values()), causal)))
-    if segments is not None:
-        visible = logical_and(visible, equal(in_blocks(segments), neighbourhood(segments)))
-    values_seen = attend(
-        in_blocks(queries),
-        neighbourhood(keys),
-        neighbourhood(values),
-        memory="memory", d_kv=d_kv, mask=visible,
-        bias=None if bias is None else together(bias(*(-one for one in away))),
-        scale=scale, talking=talking, rate=rate, key=key,
-    )  # fmt: skip
-    for cut in cuts:
-        values_seen = cut.whole(values_seen)
-    return values_seen
+    def whole(self, x: NamedArray) -> NamedArray:
+        """Blocks joined to the lengths again."""
+        for cut in self.cuts:
+            x = cut.whole(x)
+        return x
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -75,50 +75,16 @@ class _Engine:
     def collect(self) -> Iterator[Metric]:
         """One family for each figure, with a sample for each model and version."""
         all_status = statuses(self._models)
-        for field, text in _GAUGES.items():
-            family = GaugeMetricFamily(f"meshwright_{field}", text, labels=["model", "version"])
-            for status in all_status:
-                family.add_metric([status.name, status.version], float(getattr(status, field)))
-            yield family
-        now = GaugeMetricFamily(
-            "meshwright_version",
-            "1 for the version that is served now, beside the one that counts are labelled with.",
-            labels=[*_COUNTED, "version"],
-        )
-        for status in all_status:
-            first = status.first_version or status.version
-            now.add_metric([status.name, first, status.version], 1.0)
-        yield now
-        refused = GaugeMetricFamily(
-            "meshwright_newest_refused",
-            "1 where the newest checkpoint is not served; the page and the log say why.",
-            labels=["model", "version"],
-        )
-        for status in all_status:
-            refused.add_metric([status.name, status.version], float(bool(status.refusal)))
-        yield refused
-        answers = CounterMetricFamily(
-            "meshwright_answers", "Requests by outcome.", labels=[*_COUNTED, "outcome"]
-        )
-        batches = CounterMetricFamily(
-            "meshwright_batches", "Batches by bucket.", labels=[*_COUNTED, "bucket_rows"]
-        )
-        weights = GaugeMetricFamily(
-            "meshwright_weight_bytes", "Weights held.", labels=["model", "version", "device"]
-        )
-        latency = _histogram("meshwright_latency_seconds", "From arrival to answer.")
-        compute = _histogram("meshwright_compute_seconds", "One batch on the devices.")
-        for status in all_status:
-            labels = [status.name, status.first_version or status.version]
-            for outcome, count in status.answers.items():
-                answers.add_metric([*labels, outcome], count)
-            for rows, count in status.bucket_batches.items():
-                batches.add_metric([*labels, str(rows)], count)
-            for device, size in status.bytes_by_device.items():
-                weights.add_metric([status.name, status.version, device], size)
-            latency.add_metric(labels, _cumulative(status.latency_s), status.latency_s.total)
-            compute.add_metric(labels, _cumulative(status.compute_s), status.compute_s.total)
-        yield from (answers, batches, weights, latency, compute)
+        yield from _gauges(all_status)
+        yield _versions_now(all_status)
+        yield _refused(all_status)
+        yield from _counts(all_status)
+        yield self._compared()
+        pending = GaugeMetricFamily("meshwright_http_pending_bytes", "Bytes of bodies held.")
+        pending.add_metric([], self._pending.bytes)
+        yield pending
+
+    def _compared(self) -> Metric:
         compared = GaugeMetricFamily(
             "meshwright_largest_difference",
             "Largest difference of a version's answers from those of the first one.",
@@ -127,10 +93,64 @@ class _Engine:
         for name in self._models.names():
             for key, difference in self._models.compared(name).items():
                 compared.add_metric([name, *key.split("/", 1)], difference)
-        yield compared
-        pending = GaugeMetricFamily("meshwright_http_pending_bytes", "Bytes of bodies held.")
-        pending.add_metric([], self._pending.bytes)
-        yield pending
+        return compared
+
+
+def _gauges(all_status: Sequence[ModelStatus]) -> Iterator[Metric]:
+    for field, text in _GAUGES.items():
+        family = GaugeMetricFamily(f"meshwright_{field}", text, labels=["model", "version"])
+        for status in all_status:
+            family.add_metric([status.name, status.version], float(getattr(status, field)))
+        yield family
+
+
+def _versions_now(all_status: Sequence[ModelStatus]) -> Metric:
+    now = GaugeMetricFamily(
+        "meshwright_version",
+        "1 for the version that is served now, beside the one that counts are labelled with.",
+        labels=[*_COUNTED, "version"],
+    )
+    for status in all_status:
+        first = status.first_version or status.version
+        now.add_metric([status.name, first, status.version], 1.0)
+    return now
+
+
+def _refused(all_status: Sequence[ModelStatus]) -> Metric:
+    refused = GaugeMetricFamily(
+        "meshwright_newest_refused",
+        "1 where the newest checkpoint is not served; the page and the log say why.",
+        labels=["model", "version"],
+    )
+    for status in all_status:
+        refused.add_metric([status.name, status.version], float(bool(status.refusal)))
+    return refused
+
+
+def _counts(all_status: Sequence[ModelStatus]) -> tuple[Metric, ...]:
+    """Answers, batches, weights and times."""
+    answers = CounterMetricFamily(
+        "meshwright_answers", "Requests by outcome.", labels=[*_COUNTED, "outcome"]
+    )
+    batches = CounterMetricFamily(
+        "meshwright_batches", "Batches by bucket.", labels=[*_COUNTED, "bucket_rows"]
+    )
+    weights = GaugeMetricFamily(
+        "meshwright_weight_bytes", "Weights held.", labels=["model", "version", "device"]
+    )
+    latency = _histogram("meshwright_latency_seconds", "From arrival to answer.")
+    compute = _histogram("meshwright_compute_seconds", "One batch on the devices.")
+    for status in all_status:
+        labels = [status.name, status.first_version or status.version]
+        for outcome, count in status.answers.items():
+            answers.add_metric([*labels, outcome], count)
+        for rows, count in status.bucket_batches.items():
+            batches.add_metric([*labels, str(rows)], count)
+        for device, size in status.bytes_by_device.items():
+            weights.add_metric([status.name, status.version, device], size)
+        latency.add_metric(labels, _cumulative(status.latency_s), status.latency_s.total)
+        compute.add_metric(labels, _cumulative(status.compute_s), status.compute_s.total)
+    return answers, batches, weights, latency, compute
 
 
 def statuses(models: Models) -> list[ModelStatus]:
