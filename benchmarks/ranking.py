@@ -5,6 +5,7 @@ step is estimated before anything runs, from the compiled program and the number
 ``calibrate`` found and wrote to a file; then all are run, in turn, in two passes. A run is recorded
 beside those before it.
 
+    python benchmarks/ranking.py                      # calibrates first
     python benchmarks/ranking.py HARDWARE.toml        # made by calibrate() if it is not there
 """
 
@@ -209,11 +210,18 @@ def _time_s(ready: list[Any]) -> float:
     return time.perf_counter() - begin
 
 
-def main(path: Path) -> None:
+def hardware_of(path: Path | None) -> Hardware:
+    if path is not None and path.exists():
+        return load_hardware(path)
+    hardware = calibrate("cpu:8")
+    if path is not None:
+        path.write_text(hardware.to_toml())
+    return hardware
+
+
+def main(path: Path | None) -> None:
     mw.virtual_devices(8)
-    if not path.exists():
-        path.write_text(calibrate("cpu:8").to_toml())
-    found = measure(load_hardware(path))
+    found = measure(hardware_of(path))
     print(json.dumps(found, indent=1))
     runs = [*report.saved("ranking"), found]
     report.save("ranking", runs)
@@ -222,4 +230,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]) if sys.argv[1:] else None)
