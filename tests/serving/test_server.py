@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -215,3 +216,21 @@ def test_options_of_another_type_are_refused_by_name(option: dict[str, Any]) -> 
 def test_no_lengths_may_be_said_as_none() -> None:
     none = {"lengths": None, "buckets": None}
     assert options.ServeOptions.of(none) == options.ServeOptions()
+
+
+@pytest.mark.parametrize("pipeline", [None, mw.Pipeline("stage", micro_batches=1)])
+def test_a_server_is_compiled_where_jit_is_disabled(
+    pipeline: mw.Pipeline | None,
+) -> None:
+    """By ``JAX_DISABLE_JIT``, for all threads."""
+    mesh = mw.create_mesh({"batch": 4, "stage": 2} if pipeline else {"batch": 8})
+    strategy = mw.Sharded(mesh, batch="batch", pipeline=pipeline)
+    model = build()
+    expected = np.asarray(model(ROWS))
+    jax.config.update("jax_disable_jit", True)
+    try:
+        with mw.Server(model, strategy) as server:
+            (answer,) = server.answer({"input": ROWS}).outputs.values()
+    finally:
+        jax.config.update("jax_disable_jit", False)
+    np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-6)

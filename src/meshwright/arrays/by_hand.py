@@ -51,3 +51,12 @@ def at_once(function: Callable[..., Any], *operands: Any) -> Any:
         return function(*operands)
     with jax.disable_jit(False):
         return jax.jit(function)(*operands)
+
+
+def run_compiled(call: Callable[..., Any], *operands: Any) -> Any:
+    """What a program that was compiled ahead returns, also under ``jax.disable_jit``, in which JAX
+    refuses to run it."""
+    if not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        return call(*operands)
+    with jax.disable_jit(False):
+        return call(*operands)

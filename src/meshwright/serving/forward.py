@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..arrays.by_hand import run_compiled
 from ..data import put
 from ..frontends.inputs import leaf_names
 from ..frontends.typical_length import typical_length
@@ -208,7 +209,7 @@ class Forward:
             if self.before is not None:
                 self.before(shape, arrays)
             with inside("step"):  # what a group waits in is watched by its agents
-                outputs = compiled.call(weights.params, weights.state, batch)
+                outputs = run_compiled(compiled.call, weights.params, weights.state, batch)
                 if self.is_on_cpu:
                     jax.block_until_ready(outputs)
         return jax.tree.leaves(outputs)

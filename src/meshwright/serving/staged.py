@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..arrays.by_hand import run_compiled
 from ..errors import MeshwrightError, ModelFailedError
 from ..launch.progress import inside
 from ..program import TrainState
@@ -252,7 +253,8 @@ class _Part:
         # The agents of a group count steps, of one thread in each process.
         step = inside("step") if self._is_first else nullcontext()
         with turn(self._forward.source.mesh), step:
-            passed = compiled.call(state.params, state.state, of_batch, entering)
+            operands = state.params, state.state, of_batch, entering
+            passed = run_compiled(compiled.call, *operands)
             if self._forward.is_on_cpu:
                 jax.block_until_ready(passed)
         return passed
