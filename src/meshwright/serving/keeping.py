@@ -234,19 +234,22 @@ class Keeper:
                 return False
             if self._refusals.holds(info.directory):
                 return False
-            try:
-                weights = self._from_everywhere(
-                    info.directory, functools.partial(self._read_from, info)
-                )
-            except NotReadyError:  # of the other processes, or this one is stopping
-                raise
-            except Exception as error:
-                failure = cannot_be_served(info.directory, error)
-                self._refuse(info.directory, failure)
-                raise failure from failure.__cause__
+            read = functools.partial(self._read_from, info)
+            weights = self._read_or_refuse(info.directory, read)
             self._directory, self._written = info.directory, written
             self._swap(weights, f"read {self.moved}")
             return True
+
+    def _read_or_refuse(self, path: Path, read: Callable[[], Weights]) -> Weights:
+        """Weights that are read in all processes; what cannot be served is not tried again."""
+        try:
+            return self._from_everywhere(path, read)
+        except NotReadyError:  # of the other processes, or this one is stopping
+            raise
+        except Exception as error:
+            failure = cannot_be_served(path, error)
+            self._refuse(path, failure)
+            raise failure from failure.__cause__
 
     def _is_served(self, info: CheckpointInfo, written: Any) -> bool:
         """Whether this is the checkpoint that is served.
@@ -295,16 +298,8 @@ class Keeper:
                 break
             rows = None if export.kind == "full" or self.weights is None else self.weights.rows
             written = base_written_as(export)
-            try:
-                weights = self._from_everywhere(
-                    export.path, functools.partial(self._read_export, export, rows)
-                )
-            except NotReadyError:  # of the other processes, or this one is stopping
-                raise
-            except Exception as error:
-                failure = cannot_be_served(export.path, error)
-                self._refuse(export.path, failure)
-                raise failure from failure.__cause__
+            read = functools.partial(self._read_export, export, rows)
+            weights = self._read_or_refuse(export.path, read)
             self._export, self._written = export, written
             self._swap(weights, f"read {self.moved} of {export}")
         return self._export is not before
