@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.console import Console
 import meshwright as mw
 from meshwright import display
 from meshwright.display.text.columns import Columns, Line, first_rows, paragraphs, print_text
+from meshwright.hlo.traffic import Transfer
 from meshwright.planning.dry_run import DryRun, Memory
 from meshwright.targets.target import Target
 
@@ -68,3 +70,14 @@ def test_long_tables_say_how_many_rows_are_left_out():
     rows = first_rows([("a", str(number)) for number in range(5)], 3)
     assert rows[-1] == ("", "... and 2 more")
     assert first_rows(rows[:3], 3) == rows[:3]
+
+
+@pytest.mark.parametrize("lines", [(), ("model.py:7",)])
+def test_a_dry_run_says_how_many_collectives_are_left_out(lines):
+    sums = [
+        Transfer("all-reduce", ("batch",), 8, 1, (name,), ("backward",), ("float32",), lines=lines)
+        for name in "abcdefghijklmn"
+    ]
+    text = str(replace(RUN, not_compiled="as asked", collectives=tuple(sums)))
+    assert "... and 2 more" in text
+    assert ("written in" in text) == bool(lines)

@@ -117,7 +117,6 @@ def _transfers(transfers: Sequence[Transfer]) -> Columns:
             )
         )
     heading = ("", "kind", "axes", "count", "bytes per device", "when", "for", "written in")
-    table = [heading, *first_rows(rows, _ROWS)]
     if not any(transfer.lines for transfer in transfers):
-        table = [row[:-1] for row in table]
-    return Columns(table, right=(3, 4), marked=marked)
+        heading, rows = heading[:-1], [row[:-1] for row in rows]
+    return Columns([heading, *first_rows(rows, _ROWS)], right=(3, 4), marked=marked)
