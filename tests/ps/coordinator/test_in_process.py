@@ -482,6 +482,21 @@ def test_an_exhausted_dataset_is_named_and_not_one_before_it():
             _take_three(coordinator, elements)
 
 
+def test_an_iterator_may_use_the_memory_of_its_elements_again(coordinator):
+    def counted():
+        batch = np.zeros(2)
+        for number in range(12):
+            batch[:] = number
+            yield batch
+
+    def take_two(numbers):
+        return [next(numbers)[0], next(numbers)[1]]
+
+    numbers = counted()
+    taken = [coordinator.schedule(take_two, args=(numbers,)) for _ in range(6)]
+    assert sorted(sum(coordinator.fetch(taken, WAIT_S), [])) == list(range(12))
+
+
 def _take_three(coordinator, elements):
     for _ in range(3):
         coordinator.schedule(_take, args=(elements,))

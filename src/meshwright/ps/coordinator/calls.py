@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any
 from ...errors import ShippingError
 from ..worker.iterators import worker_iterator
 from .data import ElementSource
-from .shipping import Packed, is_iterator, key_of, name_of, pack
+from .shipping import Packed, is_iterator, key_of, name_of, pack, unpack
 from .values import OWN, PerWorkerDataset, PerWorkerValues, RemoteValue
 
 _MOST_FUNCTIONS = 1024  # of which the bytes are kept here
@@ -149,9 +150,15 @@ class Packer:
     def _key_of(self, iterator: Iterator[Any]) -> str:
         if id(iterator) not in self._shared:
             key = f"shared iterator {next(self._numbers)} ({type(iterator).__name__})"
-            self.sources[key] = ElementSource("shared", iterator)
+            draw = map(functools.partial(_as_it_is_now, key), iterator)
+            self.sources[key] = ElementSource("shared", draw)
             self._shared[id(iterator)] = (key, iterator)
         return self._shared[id(iterator)][0]
+
+
+def _as_it_is_now(key: str, element: Any) -> Any:
+    """A copy: it is drawn before it is sent, and its iterator may use the same memory again."""
+    return unpack(*pack(element, what=f"an element of {key}"))
 
 
 def _identity(function: Any) -> Any:
