@@ -69,6 +69,26 @@ def test_clipping_by_norms_sees_whole_gradients(name, scale):
         np.testing.assert_allclose(w.read(), [-3 * scale, -4 * scale], rtol=1e-6)
 
 
+def test_a_function_may_overwrite_the_arrays_that_it_has_given():
+    with ParameterServer() as strategy:
+        coordinator = ClusterCoordinator(strategy)
+        v, w, x, y = (strategy.variable(np.zeros((2, 2), "float32")) for _ in range(4))
+        plain = {"class_name": "SGD", "config": {"learning_rate": 1.0}}
+
+        def step():
+            buffer, row, rows = np.ones((2, 2), "float32"), np.ones(2, "float32"), np.array([0])
+            v.assign_add(buffer)
+            w.assign(row)
+            x.rows_add(rows, buffer[:1])
+            strategy.apply_gradients(plain, [(buffer, y)])
+            buffer[:], row[:], rows[:] = 5, 5, 1
+
+        coordinator.schedule(step)
+        coordinator.join(WAIT_S)
+        for variable, expected in ((v, 1), (w, 1), (x, [[1, 1], [0, 0]]), (y, -1)):
+            np.testing.assert_array_equal(variable.read(), np.broadcast_to(expected, (2, 2)))
+
+
 def test_wrong_gradients_are_named():
     with ParameterServer() as strategy:
         w = strategy.variable(np.zeros(2, "float32"), name="w")

@@ -494,7 +494,32 @@ def test_an_iterator_may_use_the_memory_of_its_elements_again(coordinator):
 
     numbers = counted()
     taken = [coordinator.schedule(take_two, args=(numbers,)) for _ in range(6)]
-    assert sorted(sum(coordinator.fetch(taken, WAIT_S), [])) == list(range(12))
+    assert np.sort(coordinator.fetch(taken, WAIT_S), axis=None).tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("size", [3, 3000])
+def test_arguments_and_what_a_function_holds_are_those_of_the_call(coordinator, size):
+    given, held = np.zeros(size), np.zeros(size)
+
+    def both(given):
+        return [given[0], held[0]]
+
+    results = []
+    for number in range(4):
+        given[:] = held[:] = number
+        results.append(coordinator.schedule(both, args=(given,)))
+    assert coordinator.fetch(results, WAIT_S) == [[number, 0] for number in range(4)]
+
+
+def test_a_result_is_what_the_function_returned_also_when_the_next_one_overwrites_it(coordinator):
+    counts = coordinator.create_per_worker_values(lambda: np.zeros(3000))
+
+    def count(counts):
+        counts += 1
+        return counts
+
+    results = [coordinator.schedule(count, args=(counts,)) for _ in range(4)]
+    assert [value[0] for value in coordinator.fetch(results, WAIT_S)] == [1, 2, 3, 4]
 
 
 def _take_three(coordinator, elements):

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import io
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from ...errors import ShippingError
 _OUT_OF_BAND_BYTES = 4096  # smaller buffers travel within the bytes
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), complex})
 
+_copies: weakref.WeakValueDictionary[tuple[int, int], np.ndarray] = weakref.WeakValueDictionary()
+
 Packed = tuple[bytes, tuple[np.ndarray, ...]]
 Replace = Callable[[Any], Any]
 
@@ -29,6 +32,7 @@ def pack(
 ) -> Packed:
     """The bytes of a value, and its large buffers (within the bytes if not ``out_of_band``).
 
+    Both are copies, so what is changed in the value afterwards does not travel.
     ``replace`` may give another object's ``__reduce__`` form for objects that stay here, or
     ``None``. Raises :class:`~meshwright.errors.ShippingError`, which names ``what``.
     """
@@ -45,7 +49,7 @@ def pack(
             return True
         if raw.nbytes < _OUT_OF_BAND_BYTES or not out_of_band:
             return True
-        buffers.append(np.frombuffer(raw, np.uint8))
+        buffers.append(_as_it_is_now(np.frombuffer(raw, np.uint8)))
         return False
 
     class Pickler(cloudpickle.Pickler):
@@ -64,6 +68,17 @@ def pack(
             "holds inside the function, or pass it as plain values and arrays."
         ) from error
     return target.getvalue(), tuple(buffers)
+
+
+def _as_it_is_now(buffer: np.ndarray) -> np.ndarray:
+    """A copy of memory that may be overwritten; an equal one that still lives serves as well."""
+    if not buffer.flags.writeable:
+        return buffer
+    place = buffer.ctypes.data, buffer.nbytes
+    copy = _copies.get(place)
+    if copy is None or not np.array_equal(copy, buffer):
+        copy = _copies[place] = buffer.copy()
+    return copy
 
 
 def unpack(data: bytes, buffers: tuple[np.ndarray, ...] = ()) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ...errors import ProtocolError, ShippingError
 from .message import dtype_name
+from .owned import owned
 
 MOST_LEVELS = 100  # of lists in lists; a deeper one holds itself, or had better be an array
 _WHAT_MAY = (
@@ -25,7 +26,7 @@ _SELF = (type(None), bool, float, bytes)
 
 
 def pack_value(value: object) -> tuple[Any, tuple[np.ndarray, ...]]:
-    """A value as a head of plain values and arrays.
+    """A value as a head of plain values and arrays, which later changes of it do not reach.
 
     Raises :class:`~meshwright.errors.ShippingError` that lists every part that cannot travel.
 
@@ -108,7 +109,7 @@ class _Packing:
         except ShippingError:
             self._fault(path, f"is an array of dtype {array.dtype}")
             return None
-        self.arrays.append(array)
+        self.arrays.append(owned(array))
         return [tag, len(self.arrays) - 1]
 
     def _fault(self, path: str, what: str) -> None:

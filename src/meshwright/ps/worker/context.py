@@ -43,11 +43,11 @@ class Context:
     push_now: Push | None = None  # sends the step's updates; the runner's
 
     def change(self, update: Update) -> None:
-        """Ask for a change: it is sent when the function returns."""
+        """Ask for a change: it is sent when the function returns, with the values of now."""
         if self.at_once:
             self.servers.push([update])
         else:
-            self.updates.add(update)
+            self.updates.add(update.as_it_is_now())
 
     def note_once(self, note: Any) -> None:
         """Let the coordinator know something, once in this worker's life."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ..shared.placing import VariableSpec
+from ..wire.owned import owned
 
 _SIGNS = {"add": 1, "sub": -1, "rows_add": 1, "rows_sub": -1}
 
@@ -29,6 +30,10 @@ class Update:
     @property
     def by_rows(self) -> bool:
         return self.op.startswith("rows_")
+
+    def as_it_is_now(self) -> Update:
+        """The same change, whose arrays the function may overwrite before it returns."""
+        return replace(self, arrays=tuple(map(owned, self.arrays)))
 
 
 class Updates:
