@@ -278,6 +278,41 @@ def test_an_array_keeps_its_dtype_and_no_number_becomes_another(strategy):
             strategy.variable(value, dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value", "message"),
+    [
+        ("float32", None, r"takes real numbers; received None"),
+        ("float32", "much", r"takes real numbers; received 'much'"),
+        ("float32", 1j, r"takes real numbers; received 1j"),
+        ("float32", [[1, 2], [3]], r"takes real numbers; received \[\[1, 2\], \[3\]\]"),
+        ("float32", 10**400, r"takes real numbers"),
+        ("float32", 1e300, r"1e\+300 cannot be stored as float32"),
+        ("int32", 0.5, r"holds whole numbers \(int32\); received 0.5. Round it"),
+        ("int32", np.nan, r"holds whole numbers \(int32\); received nan"),
+        ("int32", 2**31, r"2147483648 cannot be stored as int32"),
+        ("uint8", np.int64(256), r"256 cannot be stored as uint8"),
+    ],
+)
+@pytest.mark.parametrize("change", ["assign", "assign_add", "assign_sub", "rows_add"])
+def test_a_value_that_a_variable_cannot_hold_is_refused(strategy, dtype, value, message, change):
+    variable = strategy.variable(np.ones(2, dtype))
+    rows = [[0]] if change.startswith("rows") else []
+    with pytest.raises(ArrayError, match=message):
+        getattr(variable, change)(*rows, value)
+    assert variable.read().tolist() == [1, 1]
+
+
+def test_numbers_that_a_variable_can_hold_are_converted(strategy):
+    whole, truth = strategy.variable([0, 1]), strategy.variable([False, True])
+    whole.assign_add(np.array([2.0, 1.0]))
+    whole.rows_add([0], [True])
+    truth.assign(np.array([2, 0]))
+    assert (whole.read().tolist(), truth.read().tolist()) == ([3, 2], [True, False])
+    for subtract in (truth.assign_sub, functools.partial(truth.rows_sub, [0, 1])):
+        with pytest.raises(ArrayError, match="holds booleans, from which nothing can be"):
+            subtract([True, True])
+
+
 def test_a_partitioner_cuts_and_nobody_sees_it():
     with ParameterServer(partitioner=FixedShardsPartitioner(3)) as strategy:
         w = strategy.variable(np.arange(14.0).reshape(7, 2))

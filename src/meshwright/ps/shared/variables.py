@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,6 +133,11 @@ class Variable:
         return Variable, (self.spec,)
 
     def _change(self, op: str, *arrays: np.ndarray) -> None:
+        if self.dtype.kind == "b" and op in ("sub", "rows_sub"):
+            raise ArrayError(
+                f"variable {self.name!r} holds booleans, from which nothing can be subtracted. "
+                "Make it with dtype='int32'."
+            )
         update = Update(self.spec, op, arrays)
         context = self._context()
         if context is None:
@@ -151,8 +157,20 @@ class Variable:
     def _outside(self, do: Any) -> Any:
         return self._home.with_servers(do)
 
+    def _numbers(self, value: Any) -> np.ndarray:
+        try:
+            array = np.asarray(value)
+        except ValueError:  # lists of several lengths
+            array = np.empty((), object)
+        if not _is_of_numbers(array.dtype):
+            raise ArrayError(
+                f"variable {self.name!r} of dtype {self.dtype} takes real numbers; received "
+                f"{reprlib.repr(value)}."
+            )
+        return array if array.dtype == self.dtype else _fitted(array, self.dtype, self.name)
+
     def _whole(self, value: Any) -> np.ndarray:
-        array = np.asarray(value, dtype=self.dtype)
+        array = self._numbers(value)
         if array.shape != self.shape:
             try:
                 # What is kept is the full array: a server takes no shape but the shard's own.
@@ -167,7 +185,7 @@ class Variable:
     def _by_rows(self, rows: Any, values: Any) -> tuple[np.ndarray, np.ndarray]:
         rows = np.asarray(rows)
         expected = (len(rows) if rows.ndim else 0, *self.shape[1:])
-        array = np.asarray(values, dtype=self.dtype)
+        array = self._numbers(values)
         if not self.shape or rows.ndim != 1 or array.shape != expected:
             raise ArrayError(
                 f"variable {self.name!r} of shape {self.shape} takes one dim of row numbers and "
@@ -241,14 +259,30 @@ def _held(dtype: Any) -> str:
         kind = np.dtype(dtype)
     except TypeError:
         kind = None
-    is_extended = kind is not None and kind.kind == "V" and not kind.name.startswith("void")
-    if kind is None or not (kind.kind in "fiub" or is_extended):
+    if kind is None or not _is_of_numbers(kind):
         shown = dtype if kind is None else kind.str
         raise ArrayError(
             f"a variable of dtype {shown!r} is not supported by servers, which hold floats, "
             "integers and booleans of NumPy. Pass numbers, or another dtype=."
         )
     return kind.name
+
+
+def _is_of_numbers(dtype: np.dtype) -> bool:
+    """Whether it is of real numbers, of NumPy or of ``ml_dtypes``."""
+    return dtype.kind in "fiub" or (dtype.kind == "V" and not dtype.name.startswith("void"))
+
+
+def _fitted(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """What is assigned, added or subtracted: a whole number is not made of a fraction."""
+    are_whole = dtype.kind not in "iu" or array.dtype.kind in "iub"
+    lost = np.asarray([] if are_whole else array[array != np.trunc(array)])
+    if lost.size:
+        raise ArrayError(
+            f"variable {name!r} holds whole numbers ({dtype}); received {lost[0]}. Round it, or "
+            "make the variable with dtype='float32'."
+        )
+    return _converted(array, dtype)
 
 
 def _converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
