@@ -226,6 +226,14 @@ def test_what_cannot_be_shipped_is_named(strategy, coordinator):
         coordinator.join(WAIT_S)
 
 
+def test_what_belongs_to_the_program_is_named_in_a_function(strategy, coordinator):
+    with pytest.raises(ShippingError, match="a coordinator cannot be used in a scheduled"):
+        coordinator.schedule(lambda: coordinator.schedule(object))
+    coordinator.schedule(lambda: strategy.variable(1.0))
+    with pytest.raises(AttributeError, match=r"strategy\.variable is not there in a scheduled"):
+        coordinator.join(WAIT_S)
+
+
 def test_elements_are_not_taken_here(coordinator):
     with pytest.raises(TaskError, match=r"call next\(\) in a scheduled function"):
         next(iter(coordinator.create_per_worker_dataset([1])))

@@ -321,5 +321,11 @@ class ClusterCoordinator:
     def _late(self, what: str) -> UnreachableError:
         return UnreachableError("\n  ".join([f"{what}:", *self._dispatcher.lines()]))
 
+    def __reduce__(self) -> Any:
+        raise ShippingError(
+            "a coordinator cannot be used in a scheduled function, nor be its argument: schedule "
+            "and fetch in the program that made it, and let functions return values."
+        )
+
     def __repr__(self) -> str:
         return f"ClusterCoordinator({self.strategy!r})"

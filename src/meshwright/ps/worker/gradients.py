@@ -38,6 +38,15 @@ class WorkerStrategy:
         names = [variable.spec.name for _, variable in listed]
         context.note_once([config, names, dict(options)])
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"strategy.{name} is not there in a scheduled function, whose strategy has "
+            "apply_gradients only. Make variables, save and fit in the program that schedules: a "
+            "function uses the variables that it closes over or gets as arguments."
+        )
+
 
 def config_of(optimizer: Any) -> dict[str, Any]:
     """An optimizer as plain values: a mapping with ``class_name`` and ``config``, or one of Keras'.
