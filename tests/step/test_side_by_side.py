@@ -84,12 +84,23 @@ def test_gradients_come_out_of_one_product() -> None:
     assert text.count("dot_general") == 5  # two forward, three backward
 
 
-@pytest.mark.parametrize("second", [np.zeros([8], "int32"), {"y": np.zeros([8, 2], "float32")}])
-def test_one_batch_in_place_of_micro_batches_is_refused(second: object) -> None:
+@pytest.mark.parametrize(
+    ("batches", "received"),
+    [
+        (
+            (np.zeros([8, 2], "float32"), np.zeros([8], "int32")),
+            r"\('float32\[8, 2\]', 'int32\[8\]'\)",
+        ),
+        ({"x": np.zeros([8], "float32")}, r"\{'x': 'float32\[8\]'\}"),
+        ((), r"\(\)"),
+    ],
+    ids=["rows of one", "a dict", "none"],
+)
+def test_one_batch_in_place_of_micro_batches_is_refused(batches: object, received: str) -> None:
     program = mw.jax_program(
         lambda p, batch: jnp.mean(batch[0] @ p["w"]), {"w": jnp.ones([2])}, optax.sgd(0.1)
     )
     placement = mw.Placement.of(mw.create_mesh({"batch": 8}), batch="batch")
     trainer = mw.Trainer(program, placement, mw.StepOptions(accumulate=2))
-    with pytest.raises(mw.DataError, match=r"takes a tuple of micro-batches.*float32\[8, 2\]"):
-        trainer.step(trainer.init(), (np.zeros([8, 2], "float32"), second))
+    with pytest.raises(mw.BatchError, match=f"takes a tuple of micro-batches.*received {received}"):
+        trainer.step(trainer.init(), batches)

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import jax
 import jax.numpy as jnp
 
-from ..errors import DataError
+from ..errors import BatchError
 from ..jaxprs.edits import equations
 from ..jaxprs.row_parts import Gathered
 from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
@@ -219,11 +219,11 @@ _WAYS: dict[Way, Callable[..., tuple[TrainState, Arrays, Logs]]] = {
 
 
 def _check_alike(batches: Any) -> None:
-    """Raise :class:`DataError` for what is not a tuple of batches of one kind, as one batch is."""
+    """Raise :class:`BatchError` for what is not a tuple of batches of one kind, as one batch is."""
     kinds = [_kind(batch) for batch in batches] if isinstance(batches, tuple | list) else []
     if len(set(kinds)) != 1:
         shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", batches)
-        raise DataError(
+        raise BatchError(
             "with accumulate= above 1 a step takes a tuple of micro-batches, all of one kind; "
             f"received {shapes}. Pass (batch, batch), or call Trainer.steps, which takes batches "
             "one by one."
