@@ -82,7 +82,7 @@ class ArrayError(MeshwrightError, ValueError):
 
 
 class BatchError(MeshwrightError, ValueError):
-    """A batch cannot be split over the mesh."""
+    """A batch cannot be split over the mesh, or is not what a step takes."""
 
 
 class DataError(MeshwrightError, ValueError):
