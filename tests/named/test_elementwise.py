@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from named_laws import USUAL, Case, check
 
+import meshwright as mw
 import meshwright.named as mn
 
 X = "a:8 b:8 c:8"
@@ -271,3 +272,28 @@ CASES = [*UNARY, *BINARY, *REDUCTIONS, *EINSUMS]
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_laws(case: Case, kind: str) -> None:
     check(case, kind)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        mn.reduce_max,
+        mn.reduce_min,
+        mn.argmax,
+        mn.argmin,
+        lambda x, dim: mn.top_k(x, dim, "k:2"),
+        lambda x, dim: mn.nth_largest(x, 1, dim),
+    ],
+    ids=["reduce_max", "reduce_min", "argmax", "argmin", "top_k", "nth_largest"],
+)
+def test_complex_numbers_have_no_order(function: Callable[..., Any]) -> None:
+    x = mn.named(np.ones(8, "complex64"), "a:8")
+    with pytest.raises(mw.ArrayError, match="of complex64 elements none is the largest or"):
+        function(x, "a")
+
+
+def test_a_softmax_of_complex_numbers_may_be_split() -> None:
+    x = np.random.default_rng(0).normal(size=[2, 8]).astype("complex64") * (1 + 2j)
+    with mn.rules("a:rows", mw.create_mesh({"rows": 8})):
+        result = mn.softmax(mn.named(x, "b:2 a:8"), "a")
+    np.testing.assert_allclose(result, np_softmax(x, 1), rtol=1e-4)

@@ -13,6 +13,7 @@ from .array import NamedArray, as_named, find, position
 from .indexing import gather, index
 from .operation import operation
 from .pieces import current_mesh, held_whole, on_pieces, split_of
+from .reductions import ordered
 
 
 @operation
@@ -65,7 +66,7 @@ def top_k(x: Any, dim: str | Dim, k: DimsLike) -> tuple[NamedArray, NamedArray]:
     >>> values.array, places.array
     (Array([9, 7], dtype=int32), Array([1, 2], dtype=int32))
     """
-    x, new_dims = as_named(x), as_dims(k)
+    x, new_dims = ordered(x, "top_k"), as_dims(k)
     along = find(x.dims, dim)
     if len(new_dims) != 1:
         raise DimError(
@@ -116,7 +117,7 @@ def reduce_first(x: Any, dim: str | Dim) -> NamedArray:
 
 
 def _extreme(function: Any, x: Any, dim: str | Dim, what: str) -> NamedArray:
-    x = as_named(x)
+    x = ordered(x, what)
     along = find(x.dims, dim)
     if not along.size:
         raise DimError(f"{what}: {along} has no elements.")
@@ -125,7 +126,7 @@ def _extreme(function: Any, x: Any, dim: str | Dim, what: str) -> NamedArray:
 
 
 def _nth(x: NamedArray, n: int, dim: str | Dim, what: str, largest: bool) -> NamedArray:
-    along = find(x.dims, dim)
+    along = find(ordered(x, what).dims, dim)
     if not 0 <= n < along.size:
         raise DimError(f"{what}: n={n} is out of range for {along}: 0 to {along.size - 1}.")
     if n > along.size // 2:  # it is closer to the other end

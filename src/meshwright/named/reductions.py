@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import DimError
+from ..errors import ArrayError, DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of, words_of
 from .array import NamedArray, as_named, find, position
 from .operation import example, named_operation, operation
@@ -69,11 +69,22 @@ def reduced(function: Callable[..., Any], x: Any, over: Over) -> NamedArray:
     return NamedArray(function(x.array, axis=axes), rest, x._rules)
 
 
+def ordered(x: Any, what: str) -> NamedArray:
+    """An array whose elements have an order. Raises :class:`ArrayError` for complex ones."""
+    x = as_named(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise ArrayError(
+            f"{what}: of {x.dtype} elements none is the largest or the smallest. Compare their "
+            "absolute values or their real parts."
+        )
+    return x
+
+
 def _reduction(
     name: str, function: Callable[..., Any], says: str, values: str, result: str
 ) -> Callable[..., NamedArray]:
     def call(x: Any, over: Over = None) -> NamedArray:
-        return reduced(function, x, over)
+        return reduced(function, ordered(x, name) if function in (jnp.max, jnp.min) else x, over)
 
     sample = example(f"mn.{name}(mn.named({values}, 'batch:2 io:2'), 'io')", result)
     doc = f"{says} of ``x`` over the dims named by ``over``, or over all.{sample}"
@@ -119,7 +130,11 @@ def softmax(x: Any, over: Over) -> NamedArray:
     """
     x = as_named(x)
     axes = tuple(position(x.dims, dim) for dim in dims_over(x.dims, over))
-    return NamedArray(jax.nn.softmax(x.array, axis=axes), x.dims, x._rules)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):  # JAX takes their maximum, XLA only on a piece
+        array = jnp.exp(x.array - jax.nn.logsumexp(x.array, axis=axes, keepdims=True))
+    else:
+        array = jax.nn.softmax(x.array, axis=axes)
+    return NamedArray(array, x.dims, x._rules)
 
 
 @operation
