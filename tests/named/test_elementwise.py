@@ -297,3 +297,16 @@ def test_a_softmax_of_complex_numbers_may_be_split() -> None:
     with mn.rules("a:rows", mw.create_mesh({"rows": 8})):
         result = mn.softmax(mn.named(x, "b:2 a:8"), "a")
     np.testing.assert_allclose(result, np_softmax(x, 1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("rules", ["a:rows", "a:rows+cols", "b:rows;a:cols"])
+@pytest.mark.parametrize("function", [mn.reduce_max, mn.reduce_min])
+def test_what_is_missing_is_missing_in_the_extremes_of_a_split_dim(
+    function: Callable[..., Any], rules: str
+) -> None:
+    x = np.arange(64.0, dtype="float32").reshape(8, 8)
+    x[3, 5] = x[0, 1] = np.nan
+    expected = getattr(np, function.__name__.removeprefix("reduce_"))(x, 0)
+    with mn.rules(rules, mw.create_mesh({"rows": 4, "cols": 2})):
+        result = function(mn.named(x, "a:8 b:8"), "a")
+    np.testing.assert_array_equal(result, expected)

@@ -12,6 +12,7 @@ from ..errors import ArrayError, DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of, words_of
 from .array import NamedArray, as_named, find, position
 from .operation import example, named_operation, operation
+from .rules import in_force
 
 Over = str | Dim | Iterable[str | Dim] | None  # dims to reduce; none means every one
 
@@ -80,11 +81,27 @@ def ordered(x: Any, what: str) -> NamedArray:
     return x
 
 
+def _extreme(function: Callable[..., Any], x: NamedArray, over: Over) -> NamedArray:
+    """The largest or smallest element, or NaN where one is."""
+    bound = in_force()
+    cut = bound is not None and any(bound.rules.axes(dim.name) for dim in dims_over(x.dims, over))
+    if not cut or not jnp.issubdtype(x.dtype, jnp.floating):
+        return reduced(function, x, over)
+
+    def of(array: Any, axis: Any) -> Any:  # XLA's collectives on CPUs leave NaN out
+        is_missing = jnp.any(jnp.isnan(array), axis=axis)
+        return jnp.where(is_missing, jnp.asarray(jnp.nan, x.dtype), function(array, axis=axis))
+
+    return reduced(of, x, over)
+
+
 def _reduction(
     name: str, function: Callable[..., Any], says: str, values: str, result: str
 ) -> Callable[..., NamedArray]:
     def call(x: Any, over: Over = None) -> NamedArray:
-        return reduced(function, ordered(x, name) if function in (jnp.max, jnp.min) else x, over)
+        if function in (jnp.max, jnp.min):
+            return _extreme(function, ordered(x, name), over)
+        return reduced(function, x, over)
 
     sample = example(f"mn.{name}(mn.named({values}, 'batch:2 io:2'), 'io')", result)
     doc = f"{says} of ``x`` over the dims named by ``over``, or over all.{sample}"
