@@ -239,7 +239,7 @@ def shard(
 def _faults_without_rows(
     source: Any, is_function: bool, by: By, options: Mapping[str, Any]
 ) -> list[str]:
-    """What is asked of a source of batches that only a source of rows can do."""
+    """The options that only a source of rows supports."""
     refused = [f"{name}=" for name, value in options.items() if value is not None]
     refused += ["by='file'"] if by == "file" else []
     if not refused:

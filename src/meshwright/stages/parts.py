@@ -182,7 +182,7 @@ class Functions:
         return reads
 
     def _in_copies(self, number: int, position: int) -> list[Any]:
-        """What an equation of the second block reads there, and its like in each block."""
+        """What that operand of an equation is in each block; the number is of the second one."""
         run = self._run
         first = number - run.period
         eqns = [self._jaxpr.eqns[first + copy * run.period] for copy in range(run.count)]

@@ -166,7 +166,7 @@ class _Buffers(NamedTuple):
 
 
 def _empty_rows(table: TickTable) -> Row:
-    """Rows of ticks by stages in which nobody has work."""
+    """Rows of ticks by stages, all without work."""
     shape = (len(table.ticks), table.stages)
     late = {"weights", "weights_repeat", "weights_slot", "weights_cut_slot"}
     rows = Row(
