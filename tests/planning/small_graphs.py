@@ -102,6 +102,22 @@ def mlp(batch: int = 64, features: int = 16, hidden: int = 32, adam: bool = True
     return b.graph()
 
 
+def chain(layers: int, batch: int = 32) -> Graph:
+    """Products, each smaller than the one before, none of which is worth splitting by itself."""
+    b = Builder()
+    b.dim("batch", batch)
+    for n in range(layers + 1):
+        b.dim(f"d{n}", 8 * (layers + 2 - n) if n < layers else 7)
+    b.tensor("x0", "batch d0", "input")
+    for n in range(layers):
+        b.tensor(f"w{n}", f"d{n} d{n + 1}", "parameter")
+        b.dot(f"x{n} w{n}", f"x{n + 1}", f"batch d{n + 1}", f"d{n}")
+    for n in range(layers):
+        b.dot(f"x{n} x{n + 1}", f"w{n}'", f"d{n} d{n + 1}", "batch")
+        b.adam(f"w{n}")
+    return b.graph()
+
+
 def transformer(
     batch: int = 8,
     length: int = 128,

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CPU
-from small_graphs import mlp, transformer
+from small_graphs import chain, mlp, transformer
 
 import meshwright as mw
 from meshwright.errors import PlanError
 from meshwright.layouts.params import ParamInfo
 from meshwright.planning.search import Choices, Option, Plan, cost, plan_step
 from meshwright.planning.search.plan import Reason
+from meshwright.planning.search.request import Request
 from meshwright.units import bytes_text, seconds_text
 
 U = mw.UNSHARDED
@@ -216,6 +217,16 @@ def test_no_plan_is_slower_than_a_layout_that_is_known_by_name(
     assert dict(rows.rules).keys() == dict(fully.rules).keys() == {"batch"}
     assert "batch" not in dict(weights.rules)
     assert len(both.axes) == 2
+
+
+def test_splits_that_are_slower_than_one_seen_are_not_priced(monkeypatch):
+    """Where it is fastest to split no weight, each of twelve dims could be the one that is."""
+    priced, candidate = [], Request.candidate
+    monkeypatch.setattr(Request, "candidate", lambda *args: priced.append(args) or candidate(*args))
+    plan = plan_step(chain(12), "v5e:4x2", limit_s=0.0, explains=False)
+    assert list(plan.named) == NAMED
+    assert "d1" in dict(plan.named["tensor parallel"].rules)
+    assert len(priced) < 12
 
 
 def test_names_that_the_step_has_nothing_for_are_left_out():

@@ -133,7 +133,8 @@ class _Classics:
     def _of_way(
         self, way: _Way, zero: int, accumulate: int, best: Candidate | None
     ) -> Iterator[Candidate]:
-        """Its best, in which some weight is split if the way has axes for that."""
+        """Its best, in which some weight is split if the way has axes for that; what cannot beat
+        one of these or ``best`` may be missing."""
         options = self._options(way, accumulate)
         if options is None:
             return
@@ -146,9 +147,11 @@ class _Classics:
             good = [
                 candidate for candidate in result if len(candidate.layouts.rules) > bool(way.rows)
             ]
-            yield from good if way.weights else result
+            seen = good if way.weights else result
+            yield from seen
             if one is options and (good or not result or not way.weights):
                 return
+            best = min(filter(None, (best, *seen)), key=self._rank, default=None)
 
     def _of_options(
         self, way: _Way, options: Options, choices: Choices, best: Candidate | None
