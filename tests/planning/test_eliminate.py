@@ -86,6 +86,17 @@ def test_prices_bound_what_the_solver_finds(zero):
     assert met >= 3
 
 
+def test_the_least_time_with_a_split_is_that_of_tables_without_other_options():
+    problem = compact(transformer(32, 512, 1024, 8, 128, 4096, blocks=1))
+    setting = setting_of((("a", 4), ("b", 2)), H100, hardware_of(H100))
+    frame = frame_of(problem, setting, 1)
+    tables = tables_of(frame, Choices())
+    for unit, masks in frame.options.items():
+        fixed = {**frame.options, unit: masks[-1:]}
+        alone = tables_of(frame_of(problem, setting, 1, fixed), Choices())
+        assert tables.least_time_with_s(unit, masks[-1]) == pytest.approx(alone.least_time_s)
+
+
 @pytest.mark.full
 def test_what_is_too_entangled_is_left_to_the_solver(monkeypatch):
     """The same answers, of CP-SAT alone."""

@@ -135,23 +135,42 @@ class _Classics:
     ) -> Iterator[Candidate]:
         """Its best, in which some weight is split if the way has axes for that; what cannot beat
         one of these or ``best`` may be missing."""
-        options = self._options(way, accumulate)
+        options, choices = self._options(way, accumulate), Choices(zero, accumulate)
         if options is None:
             return
-        every = [options]
-        if way.weights:  # where it is fastest to split none, the best of those that split one
-            units = [unit for unit in options if unit != self.request.problem.batch]
-            every += [{**options, unit: (way.weights,)} for unit in units]
-        for one in every:
-            result = list(self._of_options(way, one, Choices(zero, accumulate), best))
-            good = [
-                candidate for candidate in result if len(candidate.layouts.rules) > bool(way.rows)
-            ]
-            seen = good if way.weights else result
-            yield from seen
-            if one is options and (good or not result or not way.weights):
+        result = list(self._of_options(way, options, choices, best))
+        good = [c for c in result if len(c.layouts.rules) > bool(way.rows)]
+        yield from good if way.weights else result
+        if good or not result or not way.weights:
+            return
+        # It is fastest to split no weight: the best of those that split one.
+        for least_s, one in self._with_a_split(way, options, choices):
+            if best is not None and self._fits(best) and self._is_slower(least_s, best):
                 return
-            best = min(filter(None, (best, *seen)), key=self._rank, default=None)
+            for candidate in self._of_options(way, one, choices, best):
+                yield candidate
+                best = candidate if best is None else min(best, candidate, key=self._rank)
+
+    def _with_a_split(
+        self, way: _Way, options: Options, choices: Choices
+    ) -> list[tuple[float, Options]]:
+        """The same options with one dim of weights split, and the least seconds of each, the most
+        promising first."""
+        problem, space = self.request.problem, self.request.space
+        frame = frame_of(problem, self.request.setting(way.axes), choices.accumulate, options)
+        # More remat takes more time.
+        kinds = space.remat if problem.is_spared_by_remat else space.remat[:1]
+        tables = [tables_of(frame, replace(choices, remat=remat)) for remat in kinds]
+        units = [unit for unit in options if unit != problem.batch]
+        least_s = {
+            unit: min(each.least_time_with_s(unit, way.weights) for each in tables)
+            for unit in units
+        }
+        units.sort(key=least_s.__getitem__)
+        return [(least_s[unit], {**options, unit: (way.weights,)}) for unit in units]
+
+    def _is_slower(self, least_s: float, best: Candidate) -> bool:
+        return self.request.objective == "time" and least_s >= (best.cost.time_s or 0.0)
 
     def _of_options(
         self, way: _Way, options: Options, choices: Choices, best: Candidate | None

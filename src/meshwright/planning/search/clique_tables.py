@@ -46,6 +46,12 @@ class Clique:
         """Bytes of each column per assignment; only worked out where memory is short."""
         return self.corner.bytes_of(self.columns, self.choices.zero)
 
+    def time_with_s(self, unit: int, mask: int) -> np.ndarray:
+        """The same, infinite where a unit has other axes than these."""
+        if unit not in self.units:
+            return self.time_s
+        return np.where(self.masks[:, self.units.index(unit)] == mask, self.time_s, np.inf)
+
     def row(self, masks: dict[int, int]) -> int:
         """The row of an assignment."""
         row = np.array([masks.get(unit, 0) for unit in self.units], np.int64)
@@ -83,6 +89,16 @@ class Tables:
     def least_time_s(self) -> float:
         """No assignment is faster, as far as is known."""
         return self.floor_s if self.free is None else self.free[0]
+
+    def least_time_with_s(self, unit: int, mask: int) -> float:
+        """No assignment that gives a unit these axes is faster, as far as is known."""
+        times = [clique.time_with_s(unit, mask) for clique in self.cliques]
+        elimination = self.frame.elimination
+        return (
+            float(sum(t.min() for t in times))
+            if elimination is None
+            else elimination.least(times)[0]
+        )
 
     @property
     def least_bytes(self) -> int:
