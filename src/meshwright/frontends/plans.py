@@ -107,7 +107,8 @@ def plan(
     fits is faster than the plan. A model with equal blocks is looked at as a pipeline, too, unless
     ``axes`` or another objective is given; one is chosen where it is faster than all else would be
     even with its communication hidden behind compute, else a note says how much slower it is. The
-    search ends after ``limit_s`` seconds with the best so far;
+    step is traced and the layouts known by name are looked at first; the search that follows ends
+    after ``limit_s`` seconds with the best so far;
     with ``verify=k`` the best ``k`` are compiled after that, each in ``timeout_s`` at most, with
     less ZeRO, plain data parallel and FSDP beside them, and ranked by their dry runs, for which
     ``blocks`` is as in :func:`~meshwright.dry_run`; where the best does not fit, others follow that
