@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..errors import BatchError
 from ..jaxprs.edits import equations
@@ -230,9 +231,10 @@ def _check_alike(batches: Any) -> None:
         )
 
 
-def _kind(batch: Batch) -> Any:
-    leaves, tree = jax.tree.flatten(batch)
-    return tree, tuple((leaf.ndim, leaf.dtype) for leaf in leaves)
+def _kind(batch: Batch) -> tuple[Any, ...]:
+    """Not by the tree: a padded batch differs there from one that is not."""
+    leaves = jax.tree.leaves(batch)
+    return tuple((np.ndim(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
 
 
 def _stacked(batches: Sequence[Batch]) -> Batch:
