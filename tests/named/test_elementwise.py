@@ -310,3 +310,9 @@ def test_what_is_missing_is_missing_in_the_extremes_of_a_split_dim(
     with mn.rules(rules, mw.create_mesh({"rows": 4, "cols": 2})):
         result = function(mn.named(x, "a:8 b:8"), "a")
     np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("function", [mn.reduce_max, mn.reduce_min])
+def test_no_elements_have_no_extreme(function: Callable[..., Any]) -> None:
+    with pytest.raises(mw.DimError, match="a:0 has no elements"):
+        function(mn.named(np.ones([0, 8]), "a:0 b:8"), "a")

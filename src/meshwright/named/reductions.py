@@ -81,10 +81,12 @@ def ordered(x: Any, what: str) -> NamedArray:
     return x
 
 
-def _extreme(function: Callable[..., Any], x: NamedArray, over: Over) -> NamedArray:
+def _extreme(name: str, function: Callable[..., Any], x: NamedArray, over: Over) -> NamedArray:
     """The largest or smallest element, or NaN where one is."""
-    bound = in_force()
-    cut = bound is not None and any(bound.rules.axes(dim.name) for dim in dims_over(x.dims, over))
+    bound, along = in_force(), dims_over(x.dims, over)
+    if empty := [dim for dim in along if not dim.size]:
+        raise DimError(f"{name}: {text_of(empty)} has no elements.")
+    cut = bound is not None and any(bound.rules.axes(dim.name) for dim in along)
     if not cut or not jnp.issubdtype(x.dtype, jnp.floating):
         return reduced(function, x, over)
 
@@ -100,7 +102,7 @@ def _reduction(
 ) -> Callable[..., NamedArray]:
     def call(x: Any, over: Over = None) -> NamedArray:
         if function in (jnp.max, jnp.min):
-            return _extreme(function, ordered(x, name), over)
+            return _extreme(name, function, ordered(x, name), over)
         return reduced(function, x, over)
 
     sample = example(f"mn.{name}(mn.named({values}, 'batch:2 io:2'), 'io')", result)

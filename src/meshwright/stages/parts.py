@@ -169,8 +169,7 @@ class Functions:
         differing = {row[1] for row in self.blocks.differing}
         for number, eqn in zip(self._second, self._body, strict=True):
             for position, atom in enumerate(eqn.invars):
-                copy = None if hasattr(atom, "val") else self._copy_of(atom)
-                if hasattr(atom, "val") or copy == 1:
+                if hasattr(atom, "val") or (copy := self._copy_of(atom)) == 1:
                     continue
                 atoms = self._in_copies(number, position)
                 if copy == 0:

@@ -276,7 +276,7 @@ def _is_of_numbers(dtype: np.dtype) -> bool:
 def _fitted(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     """What is assigned, added or subtracted: a whole number is not made of a fraction."""
     are_whole = dtype.kind not in "iu" or array.dtype.kind in "iub"
-    lost = np.asarray([] if are_whole else array[array != np.trunc(array)])
+    lost = np.asarray([] if are_whole else array[(array != np.trunc(array)) | np.isinf(array)])
     if lost.size:
         raise ArrayError(
             f"variable {name!r} holds whole numbers ({dtype}); received {lost[0]}. Round it, or "
@@ -302,7 +302,7 @@ def _converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     lost = array[~np.asarray(same)]
     if lost.size and not is_bool:
         raise ArrayError(
-            f"value {lost[0]} cannot be stored as {dtype}. Pass dtype= with one that "
+            f"value {lost[0]} cannot be stored as {dtype}. Make the variable with a dtype that "
             "holds it, such as 'float64' or 'int64'."
         )
     return there
