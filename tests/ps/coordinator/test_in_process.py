@@ -282,7 +282,7 @@ def test_an_array_keeps_its_dtype_and_no_number_becomes_another(strategy):
         assert (variable.dtype, variable.read()) == (value.dtype, value)
     assert strategy.variable([1.0, np.inf]).dtype == "float32"
     for value, dtype in ((1e300, None), (2**40, None), (np.array([1e300]), "float32"), (-1, "u1")):
-        with pytest.raises(ArrayError, match=r"cannot be stored as .*Make the variable with a dtype"):
+        with pytest.raises(ArrayError, match=r"cannot be stored.*Make the variable with a dtype"):
             strategy.variable(value, dtype=dtype)
 
 
