@@ -501,14 +501,20 @@ def ranking_table(runs: list[dict[str, Any]]) -> str:
                 *(f"{rank:.3f}" for rank in (each["repeat_to_repeat"], wanted)),
                 f"**{found['estimate']:.3f}**",
                 *(f"{rank:.3f}" for rank in others),
+                _over_estimate(each["layouts"]),
                 "met" if is_met else "**missed**",
             )
         )
     heads = (
         *("run", "two measurements", f"wanted: {RANKING_SHARE} of it"),
-        *("estimate", "bytes alone", "FLOPs alone", ""),
+        *("estimate", "bytes alone", "FLOPs alone", "measured over estimated time", ""),
     )
     return _table(heads, rows)
+
+
+def _over_estimate(layouts: list[dict[str, Any]]) -> str:
+    ratios = [min(each["passes_s"]) / each["estimated_s"] for each in layouts]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
 def platforms_table(platforms: list[dict[str, Any]]) -> str:

@@ -167,7 +167,11 @@ class Variable:
                 f"variable {self.name!r} of dtype {self.dtype} takes real numbers; received "
                 f"{reprlib.repr(value)}."
             )
-        return array if array.dtype == self.dtype else _fitted(array, self.dtype, self.name)
+        if array.dtype == self.dtype:
+            return array
+        fitted = _fitted(array, self.dtype, self.name)
+        fitted.flags.writeable = False  # it is nobody else's, so it travels without a copy
+        return fitted
 
     def _whole(self, value: Any) -> np.ndarray:
         array = self._numbers(value)
@@ -275,13 +279,13 @@ def _is_of_numbers(dtype: np.dtype) -> bool:
 
 def _fitted(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     """What is assigned, added or subtracted: a whole number is not made of a fraction."""
-    are_whole = dtype.kind not in "iu" or array.dtype.kind in "iub"
-    lost = np.asarray([] if are_whole else array[(array != np.trunc(array)) | np.isinf(array)])
-    if lost.size:
-        raise ArrayError(
-            f"variable {name!r} holds whole numbers ({dtype}); received {lost[0]}. Round it, or "
-            "make the variable with dtype='float32'."
-        )
+    if dtype.kind in "iu" and array.dtype.kind not in "iub":
+        lost = array[(array != np.trunc(array)) | np.isinf(array)]
+        if lost.size:
+            raise ArrayError(
+                f"variable {name!r} holds whole numbers ({dtype}); received {lost[0]}. Round it, "
+                "or make the variable with dtype='float32'."
+            )
     return _converted(array, dtype)
 
 

@@ -19,5 +19,7 @@ def owned(array: np.ndarray) -> np.ndarray:
         root = root.base
     if not root.flags.writeable:  # such as one of JAX
         return array
+    if 0 not in array.strides:
+        return array.copy()
     once = (*(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides), ...)
     return np.broadcast_to(array[once].copy(), array.shape)

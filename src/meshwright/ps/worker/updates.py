@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ class Update:
 
     def as_it_is_now(self) -> Update:
         """The same change, whose arrays the function may overwrite before it returns."""
-        return replace(self, arrays=tuple(map(owned, self.arrays)))
+        return Update(self.spec, self.op, tuple(map(owned, self.arrays)), self.options)
 
 
 class Updates:
