@@ -6,11 +6,13 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from environments import clean_environment
@@ -30,18 +32,21 @@ def run_process(command: list[str]) -> dict[str, Any]:
 
     Raises :class:`SideFailed` if it ended badly.
     """
-    before = Used.now()
+    before, name = Used.now(), " ".join(Path(part).name for part in command)
     _adopt_orphans()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=clean_environment(), start_new_session=True, **pipes)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=clean_environment(), timeout=PATIENCE_S
-        )
+        output, errors = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
-        raise SideFailed(f"no result within {PATIENCE_S} s") from None
+        raise SideFailed(f"{name}: no result within {PATIENCE_S} s") from None
+    finally:
+        if process.returncode is None:  # with its servers and workers
+            os.killpg(process.pid, signal.SIGKILL)
     _wait_for_orphans()
-    if done.returncode != 0:
-        raise SideFailed(f"ended with {done.returncode}\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1]) | {"load": load_since(before)}
+    if process.returncode != 0:
+        raise SideFailed(f"{name}: ended with {process.returncode}\n{errors[-2000:]}")
+    return json.loads(output.splitlines()[-1]) | {"load": load_since(before)}
 
 
 def _adopt_orphans() -> None:
