@@ -19,7 +19,8 @@ from meshwright.planning.search.buffers import buffers_on_cpu, buffers_on_tpu
 from meshwright.planning.search.compact import compact
 from meshwright.planning.search.cost import bytes_by_kind
 from meshwright.planning.search.facts import batch_dim
-from meshwright.planning.search.moments import _undominated
+from meshwright.planning.search.lifetimes import Lifetime
+from meshwright.planning.search.moments import _Events, _undominated
 from meshwright.planning.search.setting import setting_of
 from meshwright.planning.traced_graph import graph_of, graph_of_step
 from meshwright.targets.hardware import hardware_of
@@ -362,3 +363,21 @@ def test_moments_that_another_is_as_full_as_are_left_out(seed):
     distinct = np.unique(rows, axis=0)
     alone = [row.tobytes() for row in distinct if ((distinct >= row).all(axis=1).sum() == 1)]
     assert sorted(row.tobytes() for row in _undominated(rows)) == sorted(alone)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_of_moments_beside_each_other_only_the_fullest_are_counted(seed):
+    drawn, length, pieces = np.random.default_rng(seed), 40, 5
+    spans = np.sort(drawn.integers(0, length, (12, 2)))
+    lives = [Lifetime(int(drawn.integers(pieces)), int(a), int(b)) for a, b in spans]
+    running = drawn.choice([-1, -1, 0, 1], length)
+    counts = np.zeros((length, pieces), int)
+    for life in lives:
+        counts[life.first : life.last + 1, life.piece] += 1
+    rows = np.concatenate([counts, running[:, None] == [0, 1]], axis=1)
+
+    events = _Events.of(lives)
+    places = events.fullest(running)
+    np.testing.assert_array_equal(events.sums(places, pieces, np.int16), counts[places])
+    assert all((rows[places] >= row).all(axis=1).any() for row in rows)
+    assert len(places) < length

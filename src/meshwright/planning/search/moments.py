@@ -8,16 +8,19 @@ and how long they live is read from the step once for each platform (``lifetimes
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .choices import Choices, Remat
-from .lifetimes import timeline_of
+from .lifetimes import Lifetime, Timeline, timeline_of
 
 if TYPE_CHECKING:
     from .compact import Compact, Piece, Work
 
+_NOTHING = -1
 _COMPARED = 1500  # moments; to compare more with each other takes longer than it saves
 _SUMMED = 32  # columns whose sum is looked at before they are
 
@@ -44,26 +47,70 @@ def _alive(problem: Compact, remat: Remat, accumulate: int, zero: int) -> np.nda
 def _moments(problem: Compact, remat: Remat, zero: int, beside: int, is_looped: bool) -> np.ndarray:
     """How many of each piece are alive at each operation, equal moments once."""
     timeline = timeline_of(problem, zero, remat, is_looped)
+    running, events = _running(problem, timeline), _Events.of(timeline.lifetimes)
+    is_run_beside = beside > 1 and bool(timeline.ahead)
+    places = np.arange(len(running)) if is_run_beside else events.fullest(running)
     most = beside * len(timeline.lifetimes)  # that can be alive
     dtype = np.int16 if most < 1 << 15 else np.int32  # hundreds of MB for long models
-    changes = np.zeros((timeline.length + 1, len(problem.pieces)), dtype)
-    for life in timeline.lifetimes:
-        changes[life.first, life.piece] += 1
-        changes[life.last + 1, life.piece] -= 1
-    sizes = np.cumsum(changes, axis=0, dtype=dtype, out=changes)[: max(timeline.length, 1)]
-    if beside > 1 and timeline.ahead:
+    sizes = events.sums(places, len(problem.pieces), dtype)
+    if is_run_beside:
         rows = [
             piece.kind == "activation" and problem.batch in piece.scope for piece in problem.pieces
         ]
         others = np.minimum(sizes, sizes[list(timeline.ahead)]) * np.array(rows, sizes.dtype)
         sizes = sizes + (beside - 1) * others
-    running = np.zeros((len(sizes), len(problem.works)), dtype)
+    is_running = running[places, None] == np.arange(len(problem.works))
+    return _undominated(np.concatenate([sizes, is_running], axis=1, dtype=dtype)).astype(np.int64)
+
+
+class _Events(NamedTuple):
+    """By how much the count of a piece changes, and when; sorted by time."""
+
+    times: np.ndarray
+    pieces: np.ndarray
+    changes: np.ndarray
+
+    @classmethod
+    def of(cls, lifetimes: Sequence[Lifetime]) -> _Events:
+        events: Counter[tuple[int, int]] = Counter()
+        for life in lifetimes:
+            events[life.first, life.piece] += 1
+            events[life.last + 1, life.piece] -= 1
+        rows = sorted((*event, change) for event, change in events.items() if change)
+        times, pieces, changes = np.array(rows, np.int64).reshape(-1, 3).T
+        return cls(times, pieces, changes)
+
+    def fullest(self, running: np.ndarray) -> np.ndarray:
+        """The moments that neither of their neighbours is at least as full as, one of equal ones.
+
+        They are found without the counts, which take 500 MB for the moments of a NASNet.
+        ``running`` has the work of each moment that needs room, or ``_NOTHING``.
+        """
+        grows, shrinks = np.zeros((2, len(running) + 1), bool)
+        grows[self.times[self.changes > 0]] = True
+        shrinks[self.times[self.changes < 0]] = True
+        is_idle, is_same = running == _NOTHING, running[1:] == running[:-1]
+        below = np.zeros(len(running), bool)
+        below[:-1] = ~shrinks[1:-1] & (is_idle[:-1] | is_same)
+        below[1:] |= ~grows[1:-1] & (is_idle[1:] | is_same) & ~below[:-1]
+        return np.flatnonzero(~below)
+
+    def sums(self, moments: np.ndarray, pieces: int, dtype: type[np.integer]) -> np.ndarray:
+        """How many of each piece there are: rows of ``moments``, which rise, columns of pieces."""
+        result = np.zeros((len(moments) + 1, pieces), dtype)
+        np.add.at(result, (np.searchsorted(moments, self.times), self.pieces), self.changes)
+        return np.cumsum(result[:-1], axis=0, dtype=dtype, out=result[:-1])
+
+
+def _running(problem: Compact, timeline: Timeline) -> np.ndarray:
+    """The work of each moment that needs room, or ``_NOTHING``."""
     needs_room = [_needs_room(work, problem.pieces) for work in problem.works]
+    result = np.full(max(timeline.length, 1), _NOTHING)
     for operation, when in timeline.runs:
         work = problem.work_of[operation]
         if needs_room[work]:
-            running[when, work] = True
-    return _undominated(np.concatenate([sizes, running], axis=1)).astype(np.int64)
+            result[when] = work
+    return result
 
 
 def _needs_room(work: Work, pieces: tuple[Piece, ...]) -> bool:
