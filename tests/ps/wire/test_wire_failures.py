@@ -84,6 +84,21 @@ def test_every_other_error_is_named(error: BaseException, named: str) -> None:
     assert caught.value.task == "worker:1"
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_error_travels_whatever_its_words_are() -> None:
+    half = travelled(FileNotFoundError(2, "No such file", "half\udcff.npz"))
+    assert type(half) is FileNotFoundError
+    assert half.filename == "half\\udcff.npz"
+    held: list[object] = []
+    held.append(held)
+    for error in (MuteError(), ValueError(held)):
+        assert f"{type(error).__qualname__} was raised" in str(travelled(error))
+
+
 def test_the_traceback_travels_as_a_note() -> None:
     def inner_function() -> None:
         raise ValueError("deep")

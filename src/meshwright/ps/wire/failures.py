@@ -18,6 +18,7 @@ KIND = "error"
 _ROOMS = {"builtins": builtins, "meshwright.errors": errors}
 _MOST_LETTERS = 20_000  # of a traceback; its end says most
 _MOST_NOTES = 20  # the last ones
+_MOST_LEVELS = 20  # of lists in an error's arguments; a deeper one may hold itself
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
@@ -34,17 +35,17 @@ def failure(error: BaseException, task: str = "") -> Message:
     head: dict[str, Any] = {
         "room": kind.__module__,
         "type": kind.__qualname__,
-        "text": str(error),
+        "text": _text(error),
         "task": task,
-        "traceback": _traceback(error),
-        "notes": [str(note)[-_MOST_LETTERS:] for note in _notes(error)[-_MOST_NOTES:]],
+        "traceback": _text(_traceback(error)),
+        "notes": [_text(note)[-_MOST_LETTERS:] for note in _notes(error)[-_MOST_NOTES:]],
     }
-    if all(_is_plain(value) for value in _arguments(error)):
-        head["args"] = _arguments(error)
+    if _is_plain(_arguments(error)):
+        head["args"] = _sendable(_arguments(error))
     head["attributes"] = {
-        name: value
+        name: _sendable(value)
         for name, value in vars(error).items()
-        if name != "__notes__" and _is_plain(_without_tuple(value))
+        if name != "__notes__" and _is_plain(value)
     }
     return Message(KIND, head)
 
@@ -123,11 +124,23 @@ def _arguments(error: BaseException) -> list[Any]:
     return list(error.args)
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: object, level: int = 0) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(_is_plain(one) for one in value)
+        return level < _MOST_LEVELS and all(_is_plain(one, level + 1) for one in value)
     return type(value) in _PLAIN and not (isinstance(value, int) and abs(value) >= 1 << 63)
 
 
-def _without_tuple(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
+def _sendable(value: Any) -> Any:
+    """A plain value as msgpack takes it: a text of UTF-8, a list in the place of a tuple."""
+    if isinstance(value, (list, tuple)):
+        return [_sendable(one) for one in value]
+    return _text(value) if isinstance(value, str) else value
+
+
+def _text(value: object) -> str:
+    """Text that can travel, whatever ``__str__`` does: of a file's name, half a character too."""
+    try:
+        text = str(value)
+    except Exception as error:
+        text = f"<str() of it raised {type(error).__name__}>"
+    return text.encode("utf-8", "backslashreplace").decode()
