@@ -176,6 +176,19 @@ def test_a_function_sees_its_own_changes_and_others_only_when_it_has_ended(strat
     np.testing.assert_array_equal(w.read(), expected)
 
 
+def test_a_function_sees_what_it_has_subtracted_from_unsigned_integers(strategy, coordinator):
+    count = strategy.variable(np.array([5, 7], "uint8"))
+
+    def step():
+        count.assign_sub(1)
+        count.rows_sub([0, 0], [1, 2])
+        return count.read(), count.lookup([0])
+
+    seen, row = coordinator.fetch(coordinator.schedule(step), WAIT_S)
+    assert (seen.tolist(), row.tolist()) == ([1, 6], [1])
+    assert count.read().tolist() == [1, 6]
+
+
 def test_at_least_once_sends_changes_at_once():
     with ParameterServer(at_least_once=True) as strategy:
         coordinator = ClusterCoordinator(strategy)

@@ -11,7 +11,12 @@ import numpy as np
 from ..shared.placing import VariableSpec
 from ..wire.owned import owned
 
-_SIGNS = {"add": 1, "sub": -1, "rows_add": 1, "rows_sub": -1}
+_SUMS = {  # a sign would be none of an unsigned integer
+    "add": np.add,
+    "sub": np.subtract,
+    "rows_add": np.add,
+    "rows_sub": np.subtract,
+}
 
 
 @dataclass(frozen=True)
@@ -72,11 +77,11 @@ def _applied(value: np.ndarray, update: Update) -> np.ndarray:
     if update.op == "assign":
         return update.arrays[0].astype(value.dtype)
     if update.op in ("add", "sub"):
-        return value + (_SIGNS[update.op] * update.arrays[0]).astype(value.dtype)
+        return _SUMS[update.op](value, update.arrays[0].astype(value.dtype))
     if update.op in ("rows_add", "rows_sub"):
         value = value.copy()
         rows, change = update.arrays
-        np.add.at(value, rows, (_SIGNS[update.op] * change).astype(value.dtype))
+        _SUMS[update.op].at(value, rows, change.astype(value.dtype))
     elif update.op == "rows_assign":
         value = value.copy()
         value[update.arrays[0]] = update.arrays[1]
@@ -88,7 +93,7 @@ def _applied_to_rows(rows: np.ndarray, values: np.ndarray, update: Update) -> np
         return update.arrays[0][rows].astype(values.dtype)
     if update.op in ("add", "sub"):
         change = np.broadcast_to(update.arrays[0], update.spec.shape)[rows]
-        return values + (_SIGNS[update.op] * change).astype(values.dtype)
+        return _SUMS[update.op](values, change.astype(values.dtype))
     if update.op not in ("rows_add", "rows_sub", "rows_assign"):
         return values
     values = values.copy()
@@ -97,5 +102,5 @@ def _applied_to_rows(rows: np.ndarray, values: np.ndarray, update: Update) -> np
         if update.op == "rows_assign":
             values[at] = change
         else:
-            values[at] += (_SIGNS[update.op] * change).astype(values.dtype)
+            values[at] = _SUMS[update.op](values[at], change.astype(values.dtype))
     return values
