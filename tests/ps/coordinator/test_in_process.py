@@ -324,6 +324,19 @@ def test_a_value_that_a_variable_cannot_hold_is_refused(strategy, dtype, value, 
     assert variable.read().tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("rows", [[0.9, 1.0], [False, True], ["0", "1"]])
+def test_rows_are_whole_numbers(strategy, rows):
+    variable = strategy.variable(np.zeros([2, 1]))
+    sgd = {"class_name": "SGD", "config": {"learning_rate": 1.0}}
+    for change in (variable.rows_assign, variable.rows_add, variable.rows_sub):
+        with pytest.raises(ArrayError, match="are one dim of whole numbers"):
+            change(rows, [[1.0], [1.0]])
+    with pytest.raises(ArrayError, match="are one dim of whole numbers"):
+        strategy.apply_gradients(sgd, [((rows, np.ones([2, 1])), variable)])
+    variable.rows_add([], np.zeros([0, 1]))
+    assert not variable.read().any()
+
+
 def test_numbers_that_a_variable_can_hold_are_converted(strategy):
     whole, truth = strategy.variable([0, 1]), strategy.variable([False, True])
     whole.assign_add(np.array([2.0, 1.0]))

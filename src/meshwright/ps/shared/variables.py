@@ -12,6 +12,7 @@ import numpy as np
 from ...errors import ArrayError, TaskError
 from ..worker.context import Context, current
 from ..worker.updates import Update
+from .cutting import checked_rows
 from .placing import ShardPlace, VariableSpec
 
 Initial = tuple[Mapping[str, Any], np.ndarray | None, tuple[int, ...], str]
@@ -196,7 +197,7 @@ class Variable:
                 f"values of shape (rows, *{self.shape[1:]}); received rows of shape {rows.shape} "
                 f"and values of shape {array.shape}."
             )
-        return rows.astype(np.int64), array
+        return checked_rows(self.spec, rows), array
 
 
 def _is_basic(index: Any) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...errors import ArrayError, ModelError, TaskError
 from ..shared.client import Servers
+from ..shared.cutting import checked_rows
 from ..shared.placing import VariableSpec
 from ..shared.slots import optimizer_heads
 from ..wire.message import Message
@@ -131,7 +132,7 @@ def _arrays(gradient: Any, spec: VariableSpec) -> tuple[np.ndarray, ...]:
                 f"numbers and values of shape (rows, *{spec.shape[1:]}); received {rows.shape} and "
                 f"{values.shape}."
             )
-        return rows.astype(np.int64), values
+        return checked_rows(spec, rows), values
     array = np.asarray(gradient)
     if array.shape != spec.shape:
         raise ArrayError(
