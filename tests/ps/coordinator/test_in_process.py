@@ -229,6 +229,11 @@ def test_what_cannot_be_shipped_is_named(strategy, coordinator):
         coordinator.schedule(len, args=(lock,))
     with pytest.raises(ShippingError, match="not callable"):
         coordinator.schedule(3)
+    deep = functools.reduce(lambda inner, _: [inner], range(5000), [])
+    with pytest.raises(ShippingError, match=r"an argument of 'len' cannot be sent.*recursion"):
+        coordinator.schedule(len, args=(deep,))
+    deep[0] = deep
+    assert coordinator.fetch(coordinator.schedule(len, args=(deep,)), WAIT_S) == 1
     value = coordinator.schedule(len, args=("abc",))
     with pytest.raises(ShippingError, match=r"fetch\(\) it first"):
         coordinator.schedule(len, args=(value,))

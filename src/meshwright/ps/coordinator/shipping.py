@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -126,10 +127,10 @@ def is_iterator(value: Any) -> bool:
     return isinstance(value, Iterator) and not isinstance(value, io.BytesIO | io.StringIO)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, levels: int = 20) -> bool:
     """Whether ``pickle`` alone can do it: the usual ``(args, kwargs)`` of numbers and texts."""
     if type(value) in _PLAIN:
         return True
     if type(value) in (tuple, list):
-        return all(map(_is_plain, value))
+        return levels > 0 and all(map(_is_plain, value, itertools.repeat(levels - 1)))
     return type(value) is dict and not value
