@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 
@@ -14,6 +15,7 @@ from meshwright.errors import (
     ArrayError,
     CancelledError,
     ClusterError,
+    ScheduledError,
     ShippingError,
     TaskError,
     UnreachableError,
@@ -213,6 +215,20 @@ class Counting:
     def __call__(self, by: int) -> int:
         self.calls += by
         return self.calls
+
+
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, asyncio.CancelledError])
+def test_what_would_end_a_program_ends_the_function_alone(strategy, coordinator, kind):
+    total = strategy.variable(0)
+
+    def step():
+        total.assign_add(1)
+        raise kind("enough")
+
+    coordinator.schedule(step)
+    with pytest.raises(ScheduledError, match=f"{kind.__name__} was raised in worker:0: enough"):
+        coordinator.join(WAIT_S)
+    assert coordinator.fetch(coordinator.schedule(total.read), WAIT_S) == 0
 
 
 def test_a_callable_keeps_its_state_on_the_worker(coordinator):

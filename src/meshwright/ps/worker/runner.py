@@ -143,7 +143,9 @@ class Runner:
             self._close(call, value, begun_s)
         except PassedOn:
             self._drop(call, Message("passed", self._head(call)))
-        except Exception as error:
+        except (Fenced, KeyboardInterrupt):  # the end of this worker
+            raise
+        except BaseException as error:  # a function may call sys.exit
             self._fail(call, self._explained(error, call))
         finally:
             for key, used in self._used(call):
@@ -227,7 +229,7 @@ class Runner:
         self._pushed = (pending, Acknowledged(acknowledged.servers))
         return acknowledged
 
-    def _fail(self, call: Call, error: Exception) -> None:
+    def _fail(self, call: Call, error: BaseException) -> None:
         if isinstance(error, FencedError):
             self._drop(call, Message("fenced"))
             return
@@ -244,7 +246,7 @@ class Runner:
     def _used(self, call: Call) -> list[list[Any]]:
         return [[key, self._iterators[key].used] for key, _ in call.elements]
 
-    def _explained(self, error: Exception, call: Call) -> Exception:
+    def _explained(self, error: BaseException, call: Call) -> BaseException:
         if isinstance(error, StopIteration):
             own = (self._iterators.get(key) for key, _ in call.elements)
             dry = [one for one in own if one is not None and one.ran_dry]
