@@ -188,6 +188,18 @@ def test_the_same_step_again_leaves_the_first_alone(tmp_path: Path) -> None:
     assert mw.read_checkpoint(tmp_path, step=5).position.epoch == 1
 
 
+def test_a_step_is_a_whole_number(tmp_path: Path) -> None:
+    state = state_of(w=np.zeros(2))
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        numbers: list[Any] = [np.int64(4), jnp.int32(5)]
+        for step in numbers:
+            checkpoints.save(step, state)
+        assert [info.step for info in checkpoints.all] == [4, 5]
+        for step in (-1, 2.5, "last", True, None):
+            with pytest.raises(mw.CheckpointError, match="expected a whole number, at least 0"):
+                checkpoints.save(step, state)  # type: ignore[arg-type]
+
+
 def test_a_save_that_fails_is_told_at_the_next_one_and_spoils_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -103,9 +104,11 @@ class Checkpoints:
         ``late_notes`` is called by the thread that writes, for what would wait for the devices,
         and ``then`` once the checkpoint is complete.
         ``dtype="bfloat16"`` rounds floating-point weights (the first two parts of the state).
-        Raises :class:`~meshwright.CheckpointError` if the save before failed.
+        Raises :class:`~meshwright.CheckpointError` if the save before failed, and for a step that
+        is not a whole number.
         """
         self.wait()
+        step = _number_of(step)
         state = rounded(state, dtype)
         path, arrays = self._new_path(step), tuple(describe(state))
         info = CheckpointInfo(path, step, arrays, layout, position, dict(notes or {}), dtype=dtype)
@@ -234,6 +237,19 @@ def restore_state(
         *({path: restored[f"{part}/{path}"] for path in paths} for part, paths in parts)
     )
     return spread_again(state, target)
+
+
+def _number_of(step: Any) -> int:
+    """A step as an ``int``; any other would have a name that is not looked for."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError(
+            f"step={step!r}: expected a whole number, at least 0, by which checkpoints are ordered."
+        )
+    return number
 
 
 def _tidy(directory: Path) -> None:
