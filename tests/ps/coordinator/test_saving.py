@@ -62,6 +62,18 @@ def test_it_goes_on_as_if_nothing_had_happened(tmp_path: Path):
         np.testing.assert_allclose(w.read(), one_process(10), rtol=1e-5)
 
 
+def test_the_path_is_that_of_what_was_saved_and_not_of_a_later_step(tmp_path: Path):
+    with ParameterServer() as strategy:
+        w = strategy.variable(1.0, name="w")
+        later = strategy.save(tmp_path, step=3)
+        w.assign(2.0)
+        path = strategy.save(tmp_path, step=1)
+        assert (later.name, path.name) == ("step_3", "step_1")
+        strategy.restore(later)
+        strategy.restore(path)
+        assert w.read() == 2.0
+
+
 def test_a_warning_of_the_coordinator_points_at_the_users_line(tmp_path: Path):
     with ParameterServer() as strategy:
         strategy.variable(1.0, name="w")

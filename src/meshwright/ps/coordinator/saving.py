@@ -34,6 +34,7 @@ def save_here(
 ) -> str:
     """On a worker: write all variables and slots; returns the path of the checkpoint."""
     from ...checkpoint import Checkpoints
+    from ...checkpoint.record import newest
     from ...program import TrainState
     from ..shared.slots import read_slots
 
@@ -54,9 +55,9 @@ def save_here(
     with Checkpoints(directory, keep=None) as checkpoints:
         checkpoints.save(step, TrainState(values, state, flat, {}), layout=layout, notes=notes)
         checkpoints.wait()
-        latest = checkpoints.latest
-    assert latest is not None
-    return str(latest.directory)
+        written = newest(checkpoints.directory, step)
+    assert written is not None
+    return str(written.directory)
 
 
 def restore_here(directory: str, specs: Sequence[VariableSpec]) -> int:
