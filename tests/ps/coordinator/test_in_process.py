@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 
+import keras
 import numpy as np
 import pytest
 from clusters import add_up, check_exhausted
@@ -343,6 +344,21 @@ def test_a_value_that_a_variable_cannot_hold_is_refused(strategy, dtype, value, 
     with pytest.raises(ArrayError, match=message):
         getattr(variable, change)(*rows, value)
     assert variable.read().tolist() == [1, 1]
+
+
+def test_an_initializer_of_keras_keeps_its_numbers_or_is_refused(strategy):
+    three = keras.initializers.Constant(np.float32(3))
+    assert strategy.variable(three, shape=[2]).read().tolist() == [3, 3]
+
+    class Normal(keras.initializers.Constant):
+        pass
+
+    for initializer, match in [
+        (keras.initializers.Constant([1.0, 2.0]), r"'constant' has value=\[1.0, 2.0\]; servers"),
+        (Normal(1.0), "'normal' is a class of your own"),
+    ]:
+        with pytest.raises(ArrayError, match=match):
+            strategy.variable(initializer, shape=[2])
 
 
 @pytest.mark.parametrize("rows", [[0.9, 1.0], [False, True], ["0", "1"]])

@@ -99,6 +99,8 @@ def test_what_cannot_be_made_is_refused() -> None:
     server = Asking()
     with pytest.raises(mw.ArrayError, match="unknown initializer"):
         server.table("t", [2], kind="magic")
+    with pytest.raises(mw.ArrayError, match="'constant' takes value; received valeu"):
+        server.table("t", [2], kind="constant", params={"valeu": 3})
     with pytest.raises(mw.ArrayError, match="'t' of int32 cannot be made by 'normal'"):
         server.table("t", [2], "int32", kind="normal")
     with pytest.raises(mw.ArrayError, match=r"does not fit rows 0 to 3 of \[9, 2\]"):

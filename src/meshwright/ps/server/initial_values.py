@@ -17,6 +17,7 @@ import numpy as np
 from ...errors import ArrayError
 
 _BLOCK_ELEMENTS = 1 << 16
+_OTHERS = frozenset({"kind", "params", "seed", "rows", "full_shape", "hash"})
 _TRUNCATED_STDDEV = 0.87962566103423978  # of a standard normal cut at two of its deviations
 
 
@@ -44,7 +45,13 @@ class Draw:
             raise ArrayError(
                 f"unknown initializer {kind!r}; expected one of {', '.join(sorted(KINDS))}."
             )
-        params = {**init, **init.get("params", {})}
+        given = {**init, **(init.get("params") or {})}
+        params = {name: value for name, value in given.items() if name not in _OTHERS}
+        if unknown := params.keys() - _takes(kind):
+            raise ArrayError(
+                f"initializer {kind!r} takes {', '.join(_takes(kind)) or 'nothing'}; received "
+                f"{', '.join(sorted(unknown))}."
+            )
         return KINDS[kind](params, tuple(full_shape))
 
     def scaled(self, standard: np.ndarray) -> np.ndarray:
@@ -186,3 +193,16 @@ KINDS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], Draw]] = {
     "lecun_uniform": _variance_scaling(1.0, "fan_in", "uniform"),
     "lecun_normal": _variance_scaling(1.0, "fan_in"),
 }
+
+
+def _takes(kind: str) -> tuple[str, ...]:
+    """The names of what an initializer takes, as Keras'."""
+    if kind == "constant":
+        return ("value",)
+    if kind == "variance_scaling":
+        return ("scale", "mode", "distribution")
+    if kind in ("uniform", "random_uniform"):
+        return ("minval", "maxval")
+    if kind in ("normal", "random_normal", "truncated_normal"):
+        return ("mean", "stddev")
+    return ()

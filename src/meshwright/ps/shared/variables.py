@@ -323,9 +323,25 @@ def _rule(value: Any) -> dict[str, Any] | None:
         config = dict(get_config())
         seed = config.pop("seed", None)
         kind = _snake(type(value).__name__)
-        params = {key: one for key, one in config.items() if isinstance(one, int | float | str)}
+        if type(value).__module__.partition(".")[0] != "keras":
+            raise ArrayError(
+                f"initializer {kind!r} is a class of your own, which servers do not have. Pass its "
+                "values, initializer(shape)."
+            )
+        params = {key: _plain(kind, key, one) for key, one in config.items()}
         return {"kind": kind, "params": params, "seed": seed if isinstance(seed, int) else None}
     return None
+
+
+def _plain(kind: str, name: str, value: Any) -> int | float | str:
+    """What an initializer takes, as a message holds it."""
+    number = np.asarray(value).item() if np.ndim(value) == 0 else None
+    if not isinstance(number, int | float | str):
+        raise ArrayError(
+            f"initializer {kind!r} has {name}={value!r}; servers take one number. Pass its values, "
+            "initializer(shape)."
+        )
+    return number
 
 
 def _snake(name: str) -> str:
