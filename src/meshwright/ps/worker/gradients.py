@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -83,7 +84,7 @@ def gradient_updates(
     values. Clipping by norms needs whole gradients, so it is done here; in a round the servers
     clip the mean.
     """
-    specs = [variable.spec for _, variable in pairs]
+    specs = [_spec_of(pair) for pair in pairs]
     norms = [config["config"].get(name) for name in NORMS]
     together = tell_optimizer(servers, sent, config, specs, options)
     gradients = [_arrays(gradient, spec) for (gradient, _), spec in zip(pairs, specs, strict=True)]
@@ -121,6 +122,17 @@ def tell_optimizer(
             servers.ask(server, Message("optimizer", head))
     sent["optimizer", group] = generations
     return group
+
+
+def _spec_of(pair: Any) -> VariableSpec:
+    """That of the variable of a pair."""
+    spec = getattr(pair[1], "spec", None) if isinstance(pair, tuple | list) and pair[1:] else None
+    if not isinstance(spec, VariableSpec) or len(pair) > 2 or pair[0] is None:
+        raise ArrayError(
+            "apply_gradients takes pairs of a gradient and a variable that strategy.variable made; "
+            f"received {reprlib.repr(pair)}."
+        )
+    return spec
 
 
 def _arrays(gradient: Any, spec: VariableSpec) -> tuple[np.ndarray, ...]:
