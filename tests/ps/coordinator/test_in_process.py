@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from typing import Any
 
 import keras
 import numpy as np
@@ -347,18 +348,41 @@ def test_a_value_that_a_variable_cannot_hold_is_refused(strategy, dtype, value, 
 
 
 def test_an_initializer_of_keras_keeps_its_numbers_or_is_refused(strategy):
-    three = keras.initializers.Constant(np.float32(3))
+    constant: Any = keras.initializers.Constant
+    three = constant(np.float32(3))
     assert strategy.variable(three, shape=[2]).read().tolist() == [3, 3]
 
     class Normal(keras.initializers.Constant):
         pass
 
     for initializer, match in [
-        (keras.initializers.Constant([1.0, 2.0]), r"'constant' has value=\[1.0, 2.0\]; servers"),
+        (constant([1.0, 2.0]), r"'constant' has value=\[1.0, 2.0\]; servers"),
         (Normal(1.0), "'normal' is a class of your own"),
     ]:
         with pytest.raises(ArrayError, match=match):
             strategy.variable(initializer, shape=[2])
+
+
+@pytest.mark.parametrize("value", ["zeros", 1.0])
+@pytest.mark.parametrize("shape", [3, (2.5, 2), (-1, 2), "ab"])
+def test_a_shape_is_of_whole_numbers(strategy, value, shape):
+    with pytest.raises(ArrayError, match="a shape is a tuple of whole numbers"):
+        strategy.variable(value, shape=shape)
+
+
+def test_long_doubles_are_refused_before_they_are_saved(strategy):
+    with pytest.raises(ArrayError, match="is not supported by servers"):
+        strategy.variable(np.zeros(2, np.longdouble))
+
+
+def test_pairs_of_gradients_and_variables_are_of_these(strategy):
+    sgd = {"class_name": "SGD", "config": {"learning_rate": 1.0}}
+    w, gradient = strategy.variable([0.0, 0.0]), np.ones(2, "float32")
+    for pair in [(w, gradient), (None, w), (gradient, keras.Variable([0.0, 0.0])), w, (gradient,)]:
+        with pytest.raises(ArrayError, match="pairs of a gradient and a variable that strategy"):
+            strategy.apply_gradients(sgd, [pair])
+    strategy.apply_gradients(sgd, [(gradient, w)])
+    assert w.read().tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize("rows", [[0.9, 1.0], [False, True], ["0", "1"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -226,12 +227,19 @@ def initial(value: Any, shape: Sequence[int] | None = None, dtype: Any = None) -
         raise ArrayError(f"a variable made by {rule['kind']!r} needs a shape: shape=(rows, ...).")
     if rule["kind"] not in ("zeros", "ones", "constant") and rule["seed"] is None:
         rule = {**rule, "seed": int.from_bytes(os.urandom(4), "little")}
-    return (
-        rule,
-        None,
-        tuple(int(dim) for dim in shape),
-        _held("float32" if dtype is None else dtype),
-    )
+    return rule, None, _dims(shape), _held("float32" if dtype is None else dtype)
+
+
+def _dims(shape: Any) -> tuple[int, ...]:
+    try:
+        dims = tuple(operator.index(dim) for dim in shape)
+    except TypeError:
+        dims = (-1,)
+    if min(dims, default=0) < 0:
+        raise ArrayError(
+            f"shape={shape!r}: a shape is a tuple of whole numbers, at least 0, such as (3, 2)."
+        )
+    return dims
 
 
 def _value(value: Any, shape: Sequence[int] | None, dtype: Any) -> Initial:
@@ -243,13 +251,11 @@ def _value(value: Any, shape: Sequence[int] | None, dtype: Any) -> Initial:
         array = _converted(array, np.dtype("float32"))
     elif isinstance(value, int) and not isinstance(value, bool):
         array = _converted(array, np.dtype("int32"))
-    if shape is not None and tuple(shape) != array.shape:
+    if shape is not None and (dims := _dims(shape)) != array.shape:
         try:
-            array = np.broadcast_to(array, tuple(shape))
+            array = np.broadcast_to(array, dims)
         except ValueError:
-            raise ArrayError(
-                f"a value of shape {array.shape} does not fill shape {tuple(shape)}."
-            ) from None
+            raise ArrayError(f"a value of shape {array.shape} does not fill {dims}.") from None
     return (
         {"kind": "value"},
         np.ascontiguousarray(array).reshape(array.shape),
@@ -264,7 +270,7 @@ def _held(dtype: Any) -> str:
         kind = np.dtype(dtype)
     except TypeError:
         kind = None
-    if kind is None or not _is_of_numbers(kind):
+    if kind is None or not _is_of_numbers(kind) or kind.itemsize > 8:  # no long doubles
         shown = dtype if kind is None else kind.str
         raise ArrayError(
             f"a variable of dtype {shown!r} is not supported by servers, which hold floats, "
