@@ -49,6 +49,12 @@ def test_the_outer_optimizer_goes_the_way_with_nesterov_momentum():
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+def test_averages_of_weights_and_local_steps_exclude_each_other():
+    (x, y), model = data(), dense(keras.optimizers.SGD(0.1, use_ema=True))
+    with ParameterServer() as strategy, pytest.raises(mw.ModelError, match="use_ema=True gives"):
+        strategy.fit(model, x, y, local=LocalSGD(2), **HOW)
+
+
 def test_tables_by_rows_and_local_steps_exclude_each_other():
     (x, y), model = ratings(), recommender("sgd")
     how = {"tables": Tables(["user_table"]), "local": LocalSGD(2), "verbose": 0}

@@ -66,6 +66,19 @@ def take_apart(optimizer: Any, params: dict[str, Any], *, in_rounds: bool = Fals
     )
 
 
+def outer_of(local: Local, optimizer: Any) -> TakenApart:
+    """What the servers run where ``optimizer`` takes local steps on the workers.
+
+    Raises :class:`~meshwright.ModelError` for one whose averages would not come back from there.
+    """
+    if getattr(getattr(optimizer, "inner_optimizer", optimizer), "use_ema", False):
+        raise ModelError(
+            "local= leaves the optimizer's slots on the workers, and so the averages of the "
+            "weights that use_ema=True gives the model in the end. Leave use_ema out, or local=."
+        )
+    return TakenApart(local.outer, None)
+
+
 def _clip(
     own: float | None, together: float | None, loss_scale: float | None
 ) -> Callable[[Arrays], Arrays] | None:

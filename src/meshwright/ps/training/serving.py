@@ -26,7 +26,7 @@ from .compression import Compression
 from .embeddings import KerasLookups, building
 from .export import export_step, shapes
 from .metrics import base_of, check_metrics, logs_of
-from .optimizers import TakenApart, clip_of, rate_of, table_optimizers, take_apart
+from .optimizers import clip_of, outer_of, rate_of, table_optimizers, take_apart
 from .server_variables import OnServers, Subject, layout_on_workers
 from .worker_step import TrainStep
 
@@ -50,7 +50,7 @@ class Served(OnServers):
         check_metrics(model.metrics)
         in_rounds = isinstance(strategy.consistency, Sync | Backup)
         self._apart = (  # what the servers do of the model's optimizer, or the outer one
-            TakenApart(local.outer, None)
+            outer_of(local, model.optimizer)
             if local is not None
             else take_apart(model.optimizer, variables.params, in_rounds=in_rounds)
         )
