@@ -126,8 +126,10 @@ def tell_optimizer(
 
 def _spec_of(pair: Any) -> VariableSpec:
     """That of the variable of a pair."""
-    spec = getattr(pair[1], "spec", None) if isinstance(pair, tuple | list) and pair[1:] else None
-    if not isinstance(spec, VariableSpec) or len(pair) > 2 or pair[0] is None:
+    is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+    gradient, variable = pair if is_pair else (None, None)
+    spec = getattr(variable, "spec", None)
+    if gradient is None or not isinstance(spec, VariableSpec):
         raise ArrayError(
             "apply_gradients takes pairs of a gradient and a variable that strategy.variable made; "
             f"received {reprlib.repr(pair)}."
