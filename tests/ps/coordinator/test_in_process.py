@@ -233,6 +233,19 @@ def test_what_would_end_a_program_ends_the_function_alone(strategy, coordinator,
     assert coordinator.fetch(coordinator.schedule(total.read), WAIT_S) == 0
 
 
+def test_an_iterator_that_would_end_a_program_ends_its_function_alone(coordinator):
+    def elements():
+        yield 1
+        raise SystemExit("enough")
+
+    shared = elements()
+    assert coordinator.fetch(coordinator.schedule(next, (shared,)), WAIT_S) == 1
+    coordinator.schedule(next, (shared,))
+    with pytest.raises(ScheduledError, match="SystemExit was raised by an iterator: enough"):
+        coordinator.join(WAIT_S)
+    assert coordinator.fetch(coordinator.schedule(abs, (-2,)), WAIT_S) == 2
+
+
 def test_a_callable_keeps_its_state_on_the_worker(coordinator):
     counting = Counting()
     step = functools.partial(counting, 2)

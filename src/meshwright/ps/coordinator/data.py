@@ -14,12 +14,18 @@ import itertools
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ...errors import ClusterError
+from ...errors import ClusterError, ScheduledError
 
 SHARDINGS = ("dynamic", "static", "copy")
 
 
 Drawn = tuple[int, Any]  # the place of an element in its stream, and the element
+
+
+def _as_exception(error: BaseException) -> Exception:
+    if isinstance(error, Exception):
+        return error
+    return ScheduledError(f"{type(error).__name__} was raised by an iterator: {error}")
 
 
 class Stream:
@@ -50,8 +56,10 @@ class Stream:
             except StopIteration:
                 self.ended = True
                 break
-            except Exception as error:
-                self._error = error
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # of sys.exit as well: who draws goes on
+                self._error = _as_exception(error)
             if elements or ahead:
                 break
             error, self._error = self._error, None

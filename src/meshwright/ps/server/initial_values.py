@@ -45,8 +45,8 @@ class Draw:
             raise ArrayError(
                 f"unknown initializer {kind!r}; expected one of {', '.join(sorted(KINDS))}."
             )
-        given = {**init, **(init.get("params") or {})}
-        params = {name: value for name, value in given.items() if name not in _OTHERS}
+        every = {**init, **(init.get("params") or {})}
+        params = {name: value for name, value in every.items() if name not in _OTHERS}
         if unknown := params.keys() - _takes(kind):
             raise ArrayError(
                 f"initializer {kind!r} takes {', '.join(_takes(kind)) or 'nothing'}; received "
