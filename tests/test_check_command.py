@@ -91,11 +91,21 @@ def test_check_makes_the_devices_that_its_meshes_need(job):
         ("checked_job:number", "has a value, not a function, named 'number'"),
         ("checked_broken:build", "failed: SyntaxError: invalid syntax (checked_broken.py, line 2)"),
         ("checked_lost:build", "No module named 'checked_no' (checked_lost.py, line 1)"),
+        ("checked_norm:build", "No module named 'checked_no' (checked_norm.py, line 1)"),
+        (
+            "checked_ends:build",
+            "importing checked_ends ended the program: SystemExit: 0 (checked_ends.py, line 3).",
+        ),
+        ("checked_ends.py:build", "ended the program: SystemExit: 0 (checked_ends.py, line 3)."),
+        ("checked_quits:build", "cannot build the model (checked_quits.py:2, in build): Sys"),
     ],
 )
 def test_check_tells_what_is_wrong_with_the_module(job, place, message):
     (job / "checked_broken.py").write_text("x = 1\nx = = 2\n")
     (job / "checked_lost.py").write_text("import checked_no\n")
+    (job / "checked_norm.py").write_text("import checked_no\n")  # its name begins with that one
+    (job / "checked_ends.py").write_text("import sys\n\nsys.exit(0)\n")
+    (job / "checked_quits.py").write_text("def build():\n    raise SystemExit(0)\n")
     few = "def alpha(): pass\ndef nofwd(): pass\n"
     (job / "checked_few.py").write_text(few)
     (job / "checked_many.py").write_text(few + "".join(f"f{n} = alpha\n" for n in range(11)))

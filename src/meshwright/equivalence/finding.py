@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import MeshwrightError, ModelError
 from ..jaxprs.lines import user_lines
-from ..planning.faults import as_model_error
+from ..planning.faults import as_model_error, in_short
 
 _FEW = 8  # functions that a sentence lists
 
@@ -80,8 +80,13 @@ def _module(place: str) -> Any:
         return _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except MeshwrightError:
         raise
+    except SystemExit as error:
+        raise ModelError(
+            f"importing {place} ended the program: {in_short(error)} ({_where(error)}). What it "
+            'does as a script belongs under if __name__ == "__main__":'
+        ) from error
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and place.startswith(f"{error.name}"):
+        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             raise ModelError(_not_found(place, str(error.name))) from error
         words = error.msg if isinstance(error, SyntaxError) else str(error)
         failure = ModelError(
@@ -103,7 +108,7 @@ def _from_file(path: Path) -> Any:
     return module
 
 
-def _where(error: Exception) -> str:
+def _where(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}, line {error.lineno}"
     last = traceback.extract_tb(error.__traceback__)[-1]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .. import _compat
-from ..errors import MeshwrightError, ModelError
+from ..errors import MeshwrightError, ModelError, Preempted
 from ..jaxprs.lines import user_lines, where_raised
 
 _MOST = 600  # characters of somebody else's message
@@ -29,9 +29,9 @@ def as_model_error(what: str, way_out: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except MeshwrightError:
+    except (MeshwrightError, Preempted):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = where_raised(error)
         place = "" if line is None else f" ({line}, in {line.function})"
         failure = ModelError(f"{what}{place}: {in_short(error)}{way_out}")
