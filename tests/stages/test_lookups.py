@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -61,3 +62,33 @@ def test_look_ups_along_split_dims_are_those_of_one_device(
     assert same == pytest.approx(loss, rel=1e-6)
     for path, value in expected.items():
         np.testing.assert_allclose(result[path], value, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.filterwarnings("ignore:micro_batches=1")  # with more, rows meet in each by itself
+@pytest.mark.parametrize("widths", [(8, 8, 8, 8), (8, 6, 10, 8)], ids=["equal", "differing"])
+def test_rows_that_move_along_the_batch_wait_for_no_other_stage(widths: tuple[int, ...]) -> None:
+    """XLA's permutes wait for all devices of the mesh: the process hung, and was aborted."""
+    draw = np.random.default_rng(0)
+    rows, sizes = draw.normal(size=[16, 8]).astype("float32"), [8, *widths]
+    params = {
+        f"w{n}": draw.normal(size=pair).astype("float32") / 3
+        for n, pair in enumerate(itertools.pairwise(sizes))
+    }
+
+    def loss(params: Any, x: Any) -> Any:
+        for n in range(4):
+            x = jnp.tanh(x @ params[f"w{n}"])
+            x = x + jnp.flip(x, 0) / 2 if n == 1 else x
+        views = jnp.concatenate([x, jnp.roll(x, 1, axis=0)])
+        windows = jax.lax.reduce_window(x, 0.0, jax.lax.add, (3, 1), (1, 1), "SAME")
+        return jnp.mean((views[1:] - views[:-1]) ** 2) + jnp.mean(jnp.pad(windows, [(1, 0)] * 2))
+
+    program = mw.jax_program(loss, params, optax.sgd(0.5), batch=rows)
+    results = []
+    for axes, stages in [({"data": 1}, None), ({"stage": 2, "data": 4}, mw.Pipeline("stage", 1))]:
+        mesh = mw.create_mesh(axes, devices=jax.devices()[: np.prod(list(axes.values()))])
+        options = mw.StepOptions(pipeline=stages)
+        trainer = mw.Trainer(program, mw.Placement.of(mesh, batch="data"), options)
+        state, logs = trainer.step(trainer.init(), trainer.put(rows))
+        results.append((logs["loss"], dict(trainer.unpadded(state).params)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *results[::-1])

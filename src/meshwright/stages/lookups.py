@@ -1,21 +1,26 @@
-"""Look-ups along split dims, in a form that XLA compiles within a stage.
+"""Look-ups along split dims and shifts of rows, in a form that XLA can run within a stage.
 
 XLA ends the process where a program looks up along a dim that is split over one axis, by indices
 that are split over another one, while the axis of the stages is taken by hand: of values that are
 computed, as the scores of words, and from JAX 0.11 on of parameters too. So they are whole along
 that dim.
+
+Rows that move along the batch, as by ``jnp.flip`` or ``jnp.concatenate``, are exchanged by permutes
+of XLA, which wait for every device of the mesh; where a stage works by itself, the others never
+come. So they are whole too: the devices of one stage gather them among themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from .. import _compat
 from ..jaxprs import reach
 from ..jaxprs.edits import constraint_on
-from ..jaxprs.primitives import inner_jaxprs, opened
+from ..jaxprs.links import How
+from ..jaxprs.primitives import inner_jaxprs, links_of, opened
 from ..layouts.layout import Layout
 from ..layouts.placement import Placement
 from ..program import Program
@@ -25,7 +30,7 @@ _SAME_ROWS = ("convert_element_type", "reshard", "sharding_constraint")
 
 
 def with_whole_lookups(traced: Traced, program: Program, placement: Placement) -> Traced:
-    """The same loss, with look-ups along split dims as XLA compiles them."""
+    """The same loss, with look-ups along split dims and shifts of rows as XLA runs them."""
     if not placement.batch_axes:
         return traced
     layouts = {placed.info.path: placed.layout for placed in placement.place(program.params)}
@@ -55,11 +60,14 @@ def _cut(axes: Sequence[str], placement: Placement) -> reach.Cut:
 
 
 class _Edit:
-    """Lays out what look-ups along split dims read."""
+    """Lays out what look-ups along split dims read, and what shifts rows reads and makes."""
 
     def __init__(self, placement: Placement, scope: reach.Scope, tables: set[Any]) -> None:
         self._mesh = placement.mesh.jax_mesh
         self._of_rows = frozenset(placement.batch_axes)
+        sizes = placement.mesh.jax_mesh.shape
+        others = {axis for axis, size in sizes.items() if size > 1} - self._of_rows
+        self._works_alone = len(others) <= 1  # that of the stages
         self._scope, self._tables = scope, tables
 
     def equations(self, jaxpr: Any) -> Iterator[Any]:
@@ -67,21 +75,46 @@ class _Edit:
             is_table = any(not hasattr(atom, "val") and atom in self._tables for atom in eqn.invars)
             if eqn.primitive.name in _SAME_ROWS and is_table:
                 self._tables.update(eqn.outvars)
-            axes = _looked_along(eqn, self._scope, self._scope.inner.get(number)) - self._of_rows
-            if not axes or (is_table and not _compat.aborts_on_split_tables()):
-                yield eqn
-            else:
+            within = self._scope.inner.get(number)
+            axes = _axes_along(_looked_along, eqn, self._scope, within) - self._of_rows
+            if is_table and not _compat.aborts_on_split_tables():
+                axes = frozenset()
+            moved = frozenset[str]()
+            if self._works_alone:
+                moved = _axes_along(_moved_along, eqn, self._scope, within) & self._of_rows
+            if moved:
+                yield from self._to_whole_dims(eqn, axes | moved, moved)
+            elif axes:
                 yield from self._of_whole_dims(eqn, axes)
+            else:
+                yield eqn
+
+    def _to_whole_dims(self, eqn: Any, axes: frozenset[str], made: frozenset[str]) -> Iterator[Any]:
+        """The equation between what lays its operands out, and its results, whose gradients lie
+        as they do."""
+        results, laid = list(eqn.outvars), list[Any]()
+        for place, var in enumerate(eqn.outvars):
+            entries = self._entries(var, made)
+            if any(entry is None for entry in entries):
+                after = constraint_on(var, self._mesh, entries, eqn)
+                results[place] = after.outvars[0]
+                laid.append(after.replace(invars=after.outvars, outvars=[var]))
+        yield from self._of_whole_dims(eqn.replace(outvars=results), axes)
+        yield from laid
+
+    def _entries(self, atom: Any, axes: frozenset[str]) -> list[Any]:
+        """For each dim ``None``, whole, where one of these axes reaches it."""
+        import jax
+
+        free = jax.sharding.PartitionSpec.UNCONSTRAINED
+        return [None if _axes_of(dim) & axes else free for dim in self._scope.of(atom)]
 
     def _of_whole_dims(self, eqn: Any, axes: frozenset[str]) -> Iterator[Any]:
         """The equation, after what lays its operands out."""
-        import jax
-
-        free, laid = jax.sharding.PartitionSpec.UNCONSTRAINED, dict[Any, Any]()
+        laid = dict[Any, Any]()
         for atom in eqn.invars:
-            along = [_axes_of(dim) & axes for dim in self._scope.of(atom)]
-            if any(along):
-                entries = [None if some else free for some in along]
+            entries = self._entries(atom, axes)
+            if any(entry is None for entry in entries):
                 laid[atom] = constraint_on(atom, self._mesh, entries, eqn)
         yield from laid.values()
         invars = [
@@ -90,20 +123,41 @@ class _Edit:
         yield eqn.replace(invars=invars)
 
 
-def _looked_along(
-    eqn: Any, scope: reach.Scope, inner: dict[str, list[reach.Scope]] | None
+def _axes_along(
+    of_one: Callable[[Any, reach.Scope], frozenset[str]],
+    eqn: Any,
+    scope: reach.Scope,
+    inner: dict[str, list[reach.Scope]] | None,
 ) -> frozenset[str]:
-    """The axes that split dims along which an equation looks up, or those that it calls."""
-    if eqn.primitive.name == "gather":
-        dims, sizes = scope.of(eqn.invars[0]), eqn.params["slice_sizes"]
-        along = eqn.params["dimension_numbers"].start_index_map
-        return frozenset().union(*(_axes_of(dims[dim]) for dim in along if sizes[dim] == 1))
-    axes, called = frozenset[str](), inner_jaxprs(eqn) if inner else {}
+    """The axes that ``of_one`` finds for an equation, or for those that it calls."""
+    axes, called = of_one(eqn, scope), inner_jaxprs(eqn) if inner else {}
     for key, scopes in (inner or {}).items():
         for jaxpr, within in zip(called[key], scopes, strict=True):
             for number, one in enumerate(opened(jaxpr).eqns):
-                axes |= _looked_along(one, within, within.inner.get(number))
+                axes |= _axes_along(of_one, one, within, within.inner.get(number))
     return axes
+
+
+def _looked_along(eqn: Any, scope: reach.Scope) -> frozenset[str]:
+    """The axes that split dims along which an equation looks up."""
+    if eqn.primitive.name != "gather":
+        return frozenset()
+    dims, sizes = scope.of(eqn.invars[0]), eqn.params["slice_sizes"]
+    along = eqn.params["dimension_numbers"].start_index_map
+    return frozenset().union(*(_axes_of(dims[dim]) for dim in along if sizes[dim] == 1))
+
+
+def _moved_along(eqn: Any, scope: reach.Scope) -> frozenset[str]:
+    """The axes that split dims along which an equation moves elements."""
+    links = [] if inner_jaxprs(eqn) else links_of(eqn)
+    return frozenset().union(
+        *(
+            _axes_of(scope.of(eqn.invars[place])[dim])
+            for link in links
+            if link.how is How.ALONG
+            for place, dim in link.ins
+        )
+    )
 
 
 def _axes_of(dim: reach.Dim) -> frozenset[str]:
