@@ -332,11 +332,20 @@ def test_whole_numbers_are_equal_or_not() -> None:
         (None, r"build\(\) returned NoneType None; build\(\) must return \(model, batch\)"),
         ((1, (X, Y)), "returned 1 for a model; it must be a compiled Keras model or a Program"),
         ((linear()[0], None), "returned no batch"),
+        ((dense(), iter([(X, Y)])), "a batch that holds a list_iterator, not arrays"),
         ((linear()[0], {"x": SHAPE, "y": Y}), r"with float32 of shape \(32, 12\), without values"),
         ((dense(), (SHAPE, Y)), r"with float32 of shape \(32, 12\), without values"),
         ((keras.Sequential([keras.Input([2])]), (X, Y)), "is not compiled: call model.compile"),
     ],
-    ids=["nothing", "no model", "no batch", "shapes", "shapes for Keras", "not compiled"],
+    ids=[
+        "nothing",
+        "no model",
+        "no batch",
+        "a dataset",
+        "shapes",
+        "shapes for Keras",
+        "not compiled",
+    ],
 )
 def test_what_build_must_return_is_told(built: Any, message: str) -> None:
     with pytest.raises((mw.ModelError, mw.BatchError), match=message):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,10 +61,26 @@ def case_of(
         raise ModelError(f"build() returned {_in_short(built)}; {_WHAT_BUILD_RETURNS}.")
     if needs_batch and (built.batch is None or not built.batches):
         raise BatchError(f"build() returned no batch; {_WHAT_BUILD_RETURNS}.")
+    if strange := _no_array(built.batch):
+        raise BatchError(
+            f"build() returned a batch that holds a {strange}, not arrays alone; "
+            f"{_WHAT_BUILD_RETURNS}. Of a dataset return one batch, next(iter(dataset))."
+        )
     combined = LayoutMap(layouts=layouts or {})
     for pattern, layout in LayoutMap(layouts=built.layouts or {}).items():
         combined.setdefault(pattern, layout)
     return replace(built, layouts=dict(combined), options={**built.options, **options})
+
+
+def _no_array(batch: Any) -> str | None:
+    """What of a batch is neither an array nor the shape of one, nor a plain value."""
+    import jax
+
+    plain = bool | int | float | complex | str | bytes
+    for leaf in jax.tree.leaves(batch, is_leaf=lambda node: isinstance(node, Iterator)):
+        if not (hasattr(leaf, "dtype") or hasattr(leaf, "__array__") or isinstance(leaf, plain)):
+            return type(leaf).__name__
+    return None
 
 
 def _in_short(value: Any) -> str:
