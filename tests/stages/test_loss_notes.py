@@ -82,3 +82,23 @@ def test_of_a_sum_over_rows_the_mean_is_taken_with_a_warning() -> None:
     with pytest.warns(mw.MeshwrightWarning, match="of 4 micro-batches, which is 1/4 of it"):
         piped = changes(2, pipeline=mw.Pipeline("stage", MICRO_BATCHES))
     np.testing.assert_allclose(MICRO_BATCHES * piped, expected, rtol=2e-4, atol=1e-7)
+
+
+def test_what_needs_all_rows_of_a_batch_is_told_that_it_has_those_of_a_micro_batch() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for weight in params:
+            x = x + jnp.tanh(x @ weight)
+        return jnp.mean((x @ x.T - batch["pairs"]) ** 2)
+
+    batch = {"x": BATCH["x"], "pairs": np.eye(16, dtype="float32")}
+    program = mw.jax_program(loss, [jnp.eye(WIDTH)] * 2, optax.sgd(0.01), batch=batch)
+    mesh = mw.create_mesh({"stage": 2}, devices=jax.devices()[:2])
+    trainer = mw.Trainer(
+        program,
+        mw.Placement.of(mesh, batch=None),
+        mw.StepOptions(pipeline=mw.Pipeline("stage", MICRO_BATCHES)),
+    )
+    with pytest.raises(TypeError, match="incompatible shapes") as raised:
+        trainer.step(trainer.init(), trainer.put(batch))
+    assert "a micro-batch of the pipeline: 4 of 16 rows." in " ".join(raised.value.__notes__)

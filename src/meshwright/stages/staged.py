@@ -357,11 +357,25 @@ def traced_of(
     """The loss of a micro-batch; in the program's context unless that is entered already."""
 
     def trace() -> Traced:
-        traced = Traced.of(program, whole, micro, 1 / micro_batches)
+        try:
+            traced = Traced.of(program, whole, micro, 1 / micro_batches)
+        except Exception as error:
+            if micro_batches > 1:
+                error.add_note(_of_micro_batch(micro, micro_batches))
+            raise
         traced = with_whole_lookups(traced, program, placement)
         return replace(traced, written_out=without_loops(traced))
 
     return trace() if in_context else program.under(placement, trace, whole=True)()
+
+
+def _of_micro_batch(micro: Batch, count: int) -> str:
+    rows = leaves_of(micro)[0][0].shape[0]
+    return (
+        f"This happened in a micro-batch of the pipeline: {rows} of {count * rows} rows. Where the "
+        "model or its targets need the rows of the whole batch, as pairs of rows do, use "
+        "micro_batches=1, or the devices for the batch."
+    )
 
 
 def looped_over(program: Program, placement: Placement) -> tuple[str, ...]:
