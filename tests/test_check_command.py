@@ -97,6 +97,7 @@ def test_check_makes_the_devices_that_its_meshes_need(job):
             "importing checked_ends ended the program: SystemExit: 0 (checked_ends.py, line 3).",
         ),
         ("checked_ends.py:build", "ended the program: SystemExit: 0 (checked_ends.py, line 3)."),
+        ("checked_in/part.py:build", "Name it as a module: checked_in.part:build."),
         ("checked_quits:build", "cannot build the model (checked_quits.py:2, in build): Sys"),
     ],
 )
@@ -106,6 +107,8 @@ def test_check_tells_what_is_wrong_with_the_module(job, place, message):
     (job / "checked_norm.py").write_text("import checked_no\n")  # its name begins with that one
     (job / "checked_ends.py").write_text("import sys\n\nsys.exit(0)\n")
     (job / "checked_quits.py").write_text("def build():\n    raise SystemExit(0)\n")
+    (job / "checked_in").mkdir()
+    (job / "checked_in" / "part.py").write_text("from .other import Model\n")
     few = "def alpha(): pass\ndef nofwd(): pass\n"
     (job / "checked_few.py").write_text(few)
     (job / "checked_many.py").write_text(few + "".join(f"f{n} = alpha\n" for n in range(11)))

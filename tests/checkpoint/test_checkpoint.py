@@ -246,6 +246,14 @@ def test_all_that_differs_is_listed_at_once_with_the_nearest_names(tmp_path: Pat
     ]
 
 
+def test_weights_that_were_frozen_since_are_restored_before(tmp_path: Path) -> None:
+    weights = {"w": np.ones(2)}
+    with mw.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, mw.TrainState(weights, {}, {}, {}))
+        with pytest.raises(mw.CheckpointError, match=r"or unfreeze layers after restoring\.$"):
+            checkpoints.restore(mw.TrainState({}, weights, {}, {}))
+
+
 def test_parts_that_nobody_asks_for_are_left_out(tmp_path: Path) -> None:
     with mw.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, mw.TrainState({"w": np.ones(2)}, {}, {"m": np.ones(3)}, {}))

@@ -288,6 +288,11 @@ def from_record(path: Path, record: Mapping[str, Any]) -> CheckpointInfo:
     )
 
 
+_FROZEN = (
+    "Weights that are frozen are state, and not params: freeze or unfreeze layers after restoring."
+)
+
+
 def check_same(info: CheckpointInfo, expected: list[SavedArray]) -> None:
     """Raise :class:`CheckpointError` that lists every missing or different array.
 
@@ -309,12 +314,15 @@ def check_same(info: CheckpointInfo, expected: list[SavedArray]) -> None:
             faults.append(f"  {array.part} {array} was saved as {stored.dims} {stored.dtype}")
     faults += [f"  {array.part} {array} is in the checkpoint only" for array in extra]
     if faults:
+        lacking = {array.path for array in expected if array.key not in saved}
+        is_frozen = not lacking.isdisjoint(array.path for array in info.arrays)  # or was
         raise CheckpointError(
             f"{len(faults)} array(s) of {info.directory} differ from what is to be restored; "
             "nothing was changed.\n"
             + "\n".join(merged(faults))
             + "\nBuild and compile the model as it "
             "was when the checkpoint was written, or restore only some parts of it (parts=...)."
+            + (f" {_FROZEN}" if is_frozen else "")
         )
 
 

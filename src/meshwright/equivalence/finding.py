@@ -91,10 +91,19 @@ def _module(place: str) -> Any:
         words = error.msg if isinstance(error, SyntaxError) else str(error)
         failure = ModelError(
             f"importing {place} failed: {type(error).__name__}: {words} ({_where(error)})."
+            + (_as_module(place) if "no known parent package" in words else "")
         )
         for line in user_lines(error)[:-1]:
             failure.add_note(f"  {line}")
         raise failure from error
+
+
+def _as_module(place: str) -> str:
+    """The way out for a file that imports others of its package by dots."""
+    path = Path(place).resolve()
+    if not path.is_relative_to(here := Path.cwd()):
+        return " Name it as a module, in the folder that holds its package."
+    return f" Name it as a module: {'.'.join(path.relative_to(here).with_suffix('').parts)}:build."
 
 
 def _from_file(path: Path) -> Any:
