@@ -16,6 +16,8 @@ from ..worker.updates import Update
 from .cutting import checked_rows
 from .placing import ShardPlace, VariableSpec
 
+_FITS_ALL = 6e4  # floats of every size hold it
+
 Initial = tuple[Mapping[str, Any], np.ndarray | None, tuple[int, ...], str]
 
 
@@ -300,6 +302,8 @@ def _converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """A copy with the same numbers, rounded; none may be too large."""
     if array.dtype == dtype:
         return array.copy()
+    if dtype.kind == "f" and array.ndim == 0 and abs(float(array)) <= _FITS_ALL:
+        return array.astype(dtype)  # checks would slow counters by a tenth
     with np.errstate(over="ignore", invalid="ignore"):
         try:
             there = array.astype(dtype)
