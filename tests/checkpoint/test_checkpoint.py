@@ -250,7 +250,7 @@ def test_weights_that_were_frozen_since_are_restored_before(tmp_path: Path) -> N
     weights = {"w": np.ones(2)}
     with mw.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, mw.TrainState(weights, {}, {}, {}))
-        with pytest.raises(mw.CheckpointError, match=r"or unfreeze layers after restoring\.$"):
+        with pytest.raises(mw.CheckpointError, match=r"then freeze or unfreeze layers\.$"):
             checkpoints.restore(mw.TrainState({}, weights, {}, {}))
 
 

@@ -288,9 +288,7 @@ def from_record(path: Path, record: Mapping[str, Any]) -> CheckpointInfo:
     )
 
 
-_FROZEN = (
-    "Weights that are frozen are state, and not params: freeze or unfreeze layers after restoring."
-)
+_FROZEN = "Frozen weights are state, not params: restore first, then freeze or unfreeze layers."
 
 
 def check_same(info: CheckpointInfo, expected: list[SavedArray]) -> None:

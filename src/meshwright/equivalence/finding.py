@@ -82,8 +82,8 @@ def _module(place: str) -> Any:
         raise
     except SystemExit as error:
         raise ModelError(
-            f"importing {place} ended the program: {in_short(error)} ({_where(error)}). What it "
-            'does as a script belongs under if __name__ == "__main__":'
+            f"importing {place} ended the program: {in_short(error)} ({_where(error)}). Put what "
+            "only a script does under if __name__ == '__main__'."
         ) from error
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):

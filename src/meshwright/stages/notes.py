@@ -41,7 +41,7 @@ def _of_micro_batches(segments: Segments, rows: int, count: int) -> tuple[str, .
     return (
         f"{listed(paths)}: statistics are those of a micro-batch of {rows} rows. Those of the "
         "whole batch are not possible in a pipeline, where a layer would wait for all of its "
-        "micro-batches. Use micro_batches=1, GroupNormalization, or the devices for the batch",
+        "micro-batches. Use micro_batches=1, GroupNormalization, or all devices for the batch",
     )
 
 

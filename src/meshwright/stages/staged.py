@@ -372,9 +372,9 @@ def traced_of(
 def _of_micro_batch(micro: Batch, count: int) -> str:
     rows = leaves_of(micro)[0][0].shape[0]
     return (
-        f"This happened in a micro-batch of the pipeline: {rows} of {count * rows} rows. Where the "
-        "model or its targets need the rows of the whole batch, as pairs of rows do, use "
-        "micro_batches=1, or the devices for the batch."
+        f"This happened in a micro-batch of the pipeline: {rows} of {count * rows} rows. If the "
+        "loss needs the whole batch, as a loss of pairs of rows does, use micro_batches=1, or "
+        "all devices for the batch."
     )
 
 

@@ -174,7 +174,7 @@ class Variable:
         if array.dtype == self.dtype:
             return array
         fitted = _fitted(array, self.dtype, self.name)
-        fitted.flags.writeable = False  # it is nobody else's, so it travels without a copy
+        fitted.flags.writeable = False  # a new array: no copy is needed to send it
         return fitted
 
     def _whole(self, value: Any) -> np.ndarray:
@@ -303,7 +303,7 @@ def _converted(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if array.dtype == dtype:
         return array.copy()
     if dtype.kind == "f" and array.ndim == 0 and abs(float(array)) <= _FITS_ALL:
-        return array.astype(dtype)  # checks would slow counters by a tenth
+        return array.astype(dtype)  # the checks below slow counters by a tenth
     with np.errstate(over="ignore", invalid="ignore"):
         try:
             there = array.astype(dtype)
