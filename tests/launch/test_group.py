@@ -82,6 +82,7 @@ def test_the_launcher_passes_on_that_nothing_is_compared(tmp_path, capfd):
     [
         ("kill", 0, 137, 1.0, r"was killed by signal 9 after step 60\b"),
         pytest.param("raise", 1, 1, 1.0, "raised an exception after step", marks=pytest.mark.full),
+        pytest.param("exit 3", 1, 3, 1.0, "raised an exception after step", marks=pytest.mark.full),
         pytest.param("stop", 0, 1, STALL_S + 5, "is stopped", marks=pytest.mark.full),
         pytest.param("exit", 1, 1, STALL_S + 5, "has ended, and rank 0", marks=pytest.mark.full),
         pytest.param("uneven", 1, 1, STALL_S + 5, "has ended, and rank 0", marks=pytest.mark.full),
@@ -103,7 +104,7 @@ def test_the_others_learn_which_process_failed_and_where(
         own = [line for line in err.splitlines() if line.startswith("meshwright launch: ")]
         assert f"pid {pid}" in own[0]
         assert "meshwright.errors.ProcessError" in out
-        if how in ("raise", "gil", "asleep"):
+        if how in ("raise", "exit 3", "gil", "asleep"):
             assert "grouped.py" in actual["stack"]
             assert ("meet" if how == "asleep" else "fail") in actual["stack"]
         if how == "asleep":  # it is named long before

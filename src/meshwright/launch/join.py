@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from .. import _compat
 from ..errors import ClusterError, ProcessError, TopologyError
@@ -32,6 +32,7 @@ from .failure import Failure
 from .limits import SCRIPT_S, seconds_faults
 from .membership import COORDINATOR, Membership, membership
 from .relay import RELAY
+from .signals import PREEMPTED
 
 if TYPE_CHECKING:
     from .agreement import Attendance, Facts, Meeting
@@ -343,13 +344,21 @@ def _leave_after_failure(rank: int) -> None:
     if _agent is None:
         return
     failed = error_path(_agent, rank).exists()
+    if _own_exit is not None:  # it is not caught: the program ends
+        code, text = _own_exit
+        error_path(_agent, rank).write_text(text)
+        _leave(code)
     if failed:
         _failure_soon()  # the agents of the others hear of it
     if failed or Failure.read(failure_path(_agent)) is not None:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _follow_agent(member: Membership, folder: Path) -> None:
@@ -459,18 +468,42 @@ def _raise_again(before: Any, unraisable: Any) -> None:
         before(unraisable)
 
 
+_own_exit: tuple[int, str] | None = None  # what sys.exit left training with, and its traceback
+
+
 @contextlib.contextmanager
 def naming_failures() -> Iterator[None]:
-    """An error of JAX because another process is gone becomes one that names the process."""
+    """An error of JAX because another process is gone becomes one that names the process.
+
+    A program that leaves by ``sys.exit`` with an error code is a failure, too: the others would
+    wait for it.
+    """
     import jax
 
+    global _own_exit
+    _own_exit = None
     try:
         yield
+    except SystemExit as error:
+        if (code := _exit_code(error)) not in (0, PREEMPTED):
+            _own_exit = code, traceback.format_exc()
+        raise
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo's are of either kind
         failure = _failure_soon()
         if failure is None or _joined is None or failure.rank == _joined.rank:
             raise
         raise failure.error() from error
+
+
+def _exit_code(error: SystemExit) -> int:
+    """What Python ends with: text, as of ``sys.exit("no rows")``, is printed and means 1.
+
+    >>> [_exit_code(SystemExit(code)) for code in (None, 3, "no rows")]
+    [0, 3, 1]
+    """
+    if error.code is None:
+        return 0
+    return error.code if isinstance(error.code, int) else 1
 
 
 def _failure_soon() -> Failure | None:
