@@ -26,7 +26,7 @@ from .keras_training import KerasTraining
 from .server.core import ServerCore
 from .shared.client import Servers, checked_times, connect, connect_here
 from .shared.consistency import Async, Consistency, Stale, consistency_of, gradient_options
-from .shared.partitioners import Partitioner, num_shards
+from .shared.partitioners import Partitioner, checked_partitioner, num_shards
 from .shared.placing import VariableSpec, placed, placing
 from .shared.pushing import Stamp
 from .shared.variables import Variable, initial
@@ -87,7 +87,7 @@ class ParameterServer(KerasTraining):
         timeout_s: float = 60.0,
     ) -> None:
         self.cluster: Cluster = cluster_of(cluster)
-        self.partitioner = partitioner
+        self.partitioner = checked_partitioner(partitioner)
         self.consistency = consistency_of(consistency)
         self.at_least_once = at_least_once
         self.worker = checked_worker(worker, self.cluster)

@@ -196,7 +196,7 @@ def test_a_function_that_ends_its_workers_is_found_out():
             os._exit(3)
 
         value = coordinator.schedule(deadly)
-        with pytest.raises(TaskError, match=r"deadly\) was begun 10 times"):
+        with pytest.raises(TaskError, match="deadly was begun 10 times"):
             coordinator.join(WAIT_S)
         with pytest.raises(TaskError):
             value.fetch(WAIT_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -374,6 +374,31 @@ def test_an_initializer_of_keras_keeps_its_numbers_or_is_refused(strategy):
     ]:
         with pytest.raises(ArrayError, match=match):
             strategy.variable(initializer, shape=[2])
+
+
+@pytest.mark.parametrize(
+    ("initializer", "match"),
+    [
+        ({"kind": 3, "params": 7, "seed": "x"}, r"kind must be.*\n.*params must be.*\n.*seed must"),
+        ({"params": {}}, "kind must be the name of an initializer"),
+        ({"kind": "normal", "params": {"stddev": "x"}}, "stddev='x'; expected a number"),
+        ({"kind": "variance_scaling", "mode": "fan"}, r"mode='fan'; expected one of 'fan_in', "),
+    ],
+)
+def test_what_is_wrong_with_an_initializer_is_said(strategy, initializer, match):
+    with pytest.raises(ArrayError, match=match):
+        strategy.variable(initializer, shape=[2])
+
+
+def test_arguments_by_name_are_a_dict(coordinator):
+    for kwargs in [3, {1: 2}]:
+        with pytest.raises(ShippingError, match="arguments by name as a dict"):
+            coordinator.schedule(dict, kwargs=kwargs)
+
+
+def test_a_partitioner_is_called():
+    with pytest.raises(ClusterError, match=r"partitioner must be called .* received 3"):
+        ParameterServer(partitioner=cast("Any", 3))
 
 
 @pytest.mark.parametrize("value", ["zeros", 1.0])

@@ -90,6 +90,11 @@ class ClusterCoordinator:
             raise ShippingError(
                 f"args={args!r}: give the arguments of a scheduled function as a tuple, args=(x,)."
             )
+        if kwargs is not None and not _names_arguments(kwargs):
+            raise ShippingError(
+                f"kwargs={kwargs!r}: give a scheduled function's arguments by name as a dict, "
+                'kwargs={"rate": 0.1}.'
+            )
         with self._changed:
             self._check_open()
             self._raise_error()
@@ -329,3 +334,7 @@ class ClusterCoordinator:
 
     def __repr__(self) -> str:
         return f"ClusterCoordinator({self.strategy!r})"
+
+
+def _names_arguments(kwargs: object) -> bool:
+    return isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)

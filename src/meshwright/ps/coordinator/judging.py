@@ -66,8 +66,8 @@ def ran_dry(step: Step) -> ExhaustedError:
 def given_up(step: Step, task: str) -> TaskError:
     """The error of a step that has lost too many workers."""
     return TaskError(
-        f"step {step.number} ({step.call.function.name}) was begun {step.attempt} times, and "
-        f"each time its worker was lost, the last time {task}. It may be what ends them: look "
-        "at what the workers print, and how much memory they need.",
+        f"a call of {step.call.function.name} was begun {step.attempt} times, and each time its "
+        f"worker was lost, the last time {task}. It may be what ends them: look at what the "
+        "workers print, and how much memory they need.",
         task,
     )

@@ -52,6 +52,9 @@ class Draw:
                 f"initializer {kind!r} takes {', '.join(_takes(kind)) or 'nothing'}; received "
                 f"{', '.join(sorted(unknown))}."
             )
+        for name, value in params.items():
+            if fault := _fault(name, value):
+                raise ArrayError(f"initializer {kind!r} has {name}={value!r}; expected {fault}.")
         return KINDS[kind](params, tuple(full_shape))
 
     def scaled(self, standard: np.ndarray) -> np.ndarray:
@@ -193,6 +196,24 @@ KINDS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], Draw]] = {
     "lecun_uniform": _variance_scaling(1.0, "fan_in", "uniform"),
     "lecun_normal": _variance_scaling(1.0, "fan_in"),
 }
+
+
+_NAMES = {
+    "mode": ("fan_in", "fan_out", "fan_avg"),
+    "distribution": ("uniform", "truncated_normal", "untruncated_normal", "normal"),
+}
+
+
+def _fault(name: str, value: object) -> str:
+    """What was expected of an initializer's parameter, where the value is something else.
+
+    >>> _fault("stddev", "wide"), _fault("mode", "fan_in"), _fault("mode", "fan")
+    ('a number', '', "one of 'fan_in', 'fan_out', 'fan_avg'")
+    """
+    if name in _NAMES:
+        is_known = value in _NAMES[name]
+        return "" if is_known else f"one of {', '.join(map(repr, _NAMES[name]))}"
+    return "" if isinstance(value, int | float) else "a number"
 
 
 def _takes(kind: str) -> tuple[str, ...]:

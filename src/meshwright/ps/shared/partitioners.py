@@ -85,6 +85,19 @@ class MaxSizePartitioner:
         return _cut(num_shards, shape)
 
 
+def checked_partitioner(partitioner: object) -> Partitioner | None:
+    """The same; raises :class:`~meshwright.errors.ClusterError` for what cannot be called.
+
+    >>> checked_partitioner(None)
+    """
+    if partitioner is not None and not callable(partitioner):
+        raise ClusterError(
+            f"partitioner must be called with a shape and a dtype; received {partitioner!r}. Use "
+            "one such as FixedShardsPartitioner(2)."
+        )
+    return partitioner
+
+
 def num_shards(partitioner: Partitioner | None, shape: tuple[int, ...], dtype: np.dtype) -> int:
     """How many shards a variable of this shape is cut into; 1 for scalars and empty ones.
 

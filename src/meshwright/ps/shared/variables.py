@@ -327,7 +327,7 @@ def _rule(value: Any) -> dict[str, Any] | None:
     if isinstance(value, str):
         return {"kind": value, "params": {}, "seed": None}
     if isinstance(value, Mapping):
-        return {"params": {}, "seed": None, **value}
+        return _checked_rule({"params": {}, "seed": None, **value})
     get_config: Any = getattr(value, "get_config", None)
     if get_config is not None:  # one of Keras'
         config = dict(get_config())
@@ -341,6 +341,21 @@ def _rule(value: Any) -> dict[str, Any] | None:
         params = {key: _plain(kind, key, one) for key, one in config.items()}
         return {"kind": kind, "params": params, "seed": seed if isinstance(seed, int) else None}
     return None
+
+
+def _checked_rule(rule: dict[str, Any]) -> dict[str, Any]:
+    """A mapping of the user's own; raises :class:`ArrayError` with all that is wrong with it."""
+    kind, params, seed = rule.get("kind"), rule["params"], rule["seed"]
+    faults = []
+    if not isinstance(kind, str):
+        faults.append(f"kind must be the name of an initializer, such as 'normal'; not {kind!r}.")
+    if not isinstance(params, Mapping | None):
+        faults.append(f"params must be a mapping, such as {{'stddev': 0.1}}; not {params!r}.")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer | None):
+        faults.append(f"seed must be a whole number or None; not {seed!r}.")
+    if faults:
+        raise ArrayError("\n".join(f"an initializer's {fault}" for fault in faults))
+    return {**rule, "seed": None if seed is None else int(seed)}
 
 
 def _plain(kind: str, name: str, value: Any) -> int | float | str:
