@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +86,7 @@ class MaxSizePartitioner:
         return _cut(num_shards, shape)
 
 
-def checked_partitioner(partitioner: object) -> Partitioner | None:
+def checked_partitioner(partitioner: Any) -> Partitioner | None:
     """The same; raises :class:`~meshwright.errors.ClusterError` for what cannot be called.
 
     >>> checked_partitioner(None)
