@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -86,17 +86,17 @@ class MaxSizePartitioner:
         return _cut(num_shards, shape)
 
 
-def checked_partitioner(partitioner: Any) -> Partitioner | None:
+def checked_partitioner(partitioner: object) -> Partitioner | None:
     """The same; raises :class:`~meshwright.errors.ClusterError` for what cannot be called.
 
     >>> checked_partitioner(None)
     """
-    if partitioner is not None and not callable(partitioner):
-        raise ClusterError(
-            f"partitioner must be called with a shape and a dtype; received {partitioner!r}. Use "
-            "one such as FixedShardsPartitioner(2)."
-        )
-    return partitioner
+    if partitioner is None or callable(partitioner):
+        return cast("Partitioner | None", partitioner)
+    raise ClusterError(
+        f"partitioner must be called with a shape and a dtype; received {partitioner!r}. Use one "
+        "such as FixedShardsPartitioner(2)."
+    )
 
 
 def num_shards(partitioner: Partitioner | None, shape: tuple[int, ...], dtype: np.dtype) -> int:
