@@ -92,3 +92,56 @@ def test_rows_that_move_along_the_batch_wait_for_no_other_stage(widths: tuple[in
         state, logs = trainer.step(trainer.init(), trainer.put(rows))
         results.append((logs["loss"], dict(trainer.unpadded(state).params)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *results[::-1])
+
+
+def _last(x: Any, by: int) -> Any:
+    return jnp.roll(x, by, axis=-1)
+
+
+IN_BLOCKS = {
+    "roll": lambda x: _last(x, 1),
+    "roll in a loop": lambda x: jax.lax.fori_loop(0, 3, lambda _, y: 0.9 * _last(y, 1), x),
+    "roll in a loop by value": lambda x: (
+        jax.lax.while_loop(
+            lambda y: jnp.sum(y**2) > 0.1,
+            lambda y: 0.5 * _last(y, 1),
+            jax.lax.stop_gradient(x),
+        )
+        + x
+    ),
+    "flip in a branch": lambda x: jax.lax.cond(
+        jnp.sum(x) > 0, lambda y: jnp.flip(y, -1), lambda y: 2 * y, x
+    ),
+    "sort": lambda x: jnp.sort(x, -1),
+    "sort rows": lambda x: jnp.sort(x, 0),
+    "top_k": lambda x: jnp.tile(jax.lax.top_k(x, 4)[0], 2),
+    "set": lambda x: x.at[:, jnp.array([3, 7])].set(0.5),
+    "segments": lambda x: jax.ops.segment_sum(x.T, jnp.arange(8) // 2, 8).T,
+}
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_what_moves_along_a_dim_that_is_split_in_a_stage_is_that_of_one_device(name: str) -> None:
+    """XLA ended the process, or its permutes waited for stages that took another branch."""
+    draw = np.random.default_rng(0)
+    batch = draw.normal(size=[8, 8]).astype("float32")
+    params = {f"w{n}": draw.normal(size=[8, 8]).astype("float32") / 3 for n in range(4)}
+
+    def loss(params: Any, x: Any) -> Any:
+        for n in range(2):
+            hidden = IN_BLOCKS[name](jnp.tanh(x @ params[f"w{2 * n}"]))
+            x = x + hidden @ params[f"w{2 * n + 1}"]
+        return jnp.mean(x**2)
+
+    program = mw.jax_program(loss, params, optax.sgd(0.5), batch=batch)
+    layouts = {"w[02]": [None, "model"], "w[13]": ["model", None]}
+    one = mw.create_mesh({"data": 1}, devices=jax.devices()[:1])
+    alone = mw.Trainer(program, mw.Placement.of(one, batch="data"), mw.StepOptions(accumulate=2))
+    state, logs = alone.step(alone.init(), (batch[:4], batch[4:]))
+    mesh = mw.create_mesh({"stage": 2, "data": 2, "model": 2})
+    options = mw.StepOptions(pipeline=mw.Pipeline("stage", 2))
+    staged = mw.Trainer(program, mw.Placement.of(mesh, layouts, batch="data"), options)
+    result, staged_logs = staged.step(staged.init(), staged.put(batch))
+    assert float(staged_logs["loss"]) == pytest.approx(float(logs["loss"]), rel=1e-5)
+    expected, actual = dict(state.params), dict(staged.unpadded(result).params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), actual, expected)

@@ -7,6 +7,7 @@ are evaluated one by one, and so are those of the gradients that functions have 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from .. import _compat
 from ..errors import PipelineError
+from ..jaxprs.primitives import inner_jaxprs, opened
 
 Var = Any
 Values = dict[Var, Any]
@@ -56,9 +58,13 @@ def _results(eqn: Any, read: list[Any]) -> list[Any]:
 
 
 def _names_a_mesh(eqn: Any) -> bool:
-    """Whether what it reads or makes is typed by a mesh, as behind a layout."""
+    """Whether what it reads or makes is typed by a mesh, as behind a layout, or laid out within."""
     avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
-    return any(not aval.sharding.mesh.empty for aval in avals)
+    if any(not aval.sharding.mesh.empty for aval in avals):
+        return True
+    inner = itertools.chain.from_iterable(inner_jaxprs(eqn).values())
+    own = itertools.chain.from_iterable(opened(jaxpr).eqns for jaxpr in inner)
+    return any(one.primitive.name == "sharding_constraint" or _names_a_mesh(one) for one in own)
 
 
 def _with_sharding(eqn: Any, value: Any) -> Any:
@@ -116,6 +122,41 @@ def _checkpointed(eqn: Any, read: list[Any]) -> list[Any]:
     return list(jax.checkpoint(lambda *xs: _called(closed, xs), **how)(*read))
 
 
+def _scanned(eqn: Any, read: list[Any]) -> list[Any]:
+    import jax
+
+    params, consts = eqn.params, read[: eqn.params["num_consts"]]
+    ends = params["num_consts"] + params["num_carry"]
+
+    def body(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
+        results = _called(params["jaxpr"], [*consts, *carry, *xs])
+        return results[: params["num_carry"]], results[params["num_carry"] :]
+
+    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(body, read[len(consts) : ends], read[ends:], **how)
+    return [*carry, *ys]
+
+
+def _while(eqn: Any, read: list[Any]) -> list[Any]:
+    import jax
+
+    params = eqn.params
+    begins, ends = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    of_test, of_body = read[:begins], read[begins:ends]
+    return jax.lax.while_loop(
+        lambda carry: _called(params["cond_jaxpr"], [*of_test, *carry])[0],
+        lambda carry: _called(params["body_jaxpr"], [*of_body, *carry]),
+        read[ends:],
+    )
+
+
+def _branched(eqn: Any, read: list[Any]) -> list[Any]:
+    import jax
+
+    branches = [lambda *xs, branch=branch: _called(branch, xs) for branch in eqn.params["branches"]]
+    return jax.lax.switch(read[0], branches, *read[1:])
+
+
 def _by_hand(eqn: Any, read: list[Any]) -> list[Any]:
     """What a device does on its pieces: more axes are taken by hand than that of the stages."""
     import jax
@@ -146,6 +187,9 @@ _MADE_ANEW = {
     "custom_jvp_call": _own_gradient,
     "custom_vjp_call": _own_gradient,
     "remat2": _checkpointed,
+    "scan": _scanned,
+    "while": _while,
+    "cond": _branched,
     "shard_map": _by_hand,
     "reshard": _as_it_is,
 }

@@ -26,6 +26,8 @@ from ..layouts.placement import Placement
 from ..program import Program
 from .traced import Traced
 
+_ORDERS = ("sort", "top_k")  # XLA ends the process
+_BY_VALUE = ("cond", "while")  # a stage may take another way than the others
 _SAME_ROWS = ("convert_element_type", "reshard", "sharding_constraint")
 
 
@@ -79,9 +81,11 @@ class _Edit:
             axes = _axes_along(_looked_along, eqn, self._scope, within) - self._of_rows
             if is_table and not _compat.aborts_on_split_tables():
                 axes = frozenset()
-            moved = frozenset[str]()
-            if self._works_alone:
-                moved = _axes_along(_moved_along, eqn, self._scope, within) & self._of_rows
+            moved = _axes_along(_ordered_along, eqn, self._scope, within)
+            if eqn.primitive.name in _BY_VALUE:
+                moved |= _axes_along(_moved_along, eqn, self._scope, within)
+            elif self._works_alone:
+                moved |= _axes_along(_moved_along, eqn, self._scope, within) & self._of_rows
             if moved:
                 yield from self._to_whole_dims(eqn, axes | moved, moved)
             elif axes:
@@ -145,6 +149,18 @@ def _looked_along(eqn: Any, scope: reach.Scope) -> frozenset[str]:
     dims, sizes = scope.of(eqn.invars[0]), eqn.params["slice_sizes"]
     along = eqn.params["dimension_numbers"].start_index_map
     return frozenset().union(*(_axes_of(dims[dim]) for dim in along if sizes[dim] == 1))
+
+
+def _ordered_along(eqn: Any, scope: reach.Scope) -> frozenset[str]:
+    """The axes that split dims along which an equation sorts, or writes at places."""
+    if eqn.primitive.name in _ORDERS:
+        return _moved_along(eqn, scope)
+    if not eqn.primitive.name.startswith("scatter"):
+        return frozenset()
+    numbers = eqn.params["dimension_numbers"]
+    (table, _, updates), along = map(scope.of, eqn.invars), numbers.inserted_window_dims
+    new = [dim for at, dim in enumerate(updates) if at not in numbers.update_window_dims]
+    return frozenset().union(*map(_axes_of, [*(table[dim] for dim in along), *new]))
 
 
 def _moved_along(eqn: Any, scope: reach.Scope) -> frozenset[str]:
