@@ -179,10 +179,17 @@ class ParameterServer(KerasTraining):
             return
         options = gradient_options(self.consistency)
         config, listed = config_of(optimizer), list(pairs)
+        for pair in listed:
+            self._refuse_foreign(pair)
         with self._lock:
             sent: dict[Any, Any] = {}
             servers = self._servers
             servers.push(gradient_updates(servers, sent, config, listed, options))
+
+    def has_servers_of(self, other: ParameterServer) -> bool:
+        """Whether variables of the other strategy lie on the same servers."""
+        spec = self.cluster.spec
+        return other is self or (spec is not None and spec == other.cluster.spec)
 
     def with_servers(self, do: Callable[[Servers], T]) -> T:
         """Do something with this process' own channels to the servers."""
@@ -359,6 +366,11 @@ class ParameterServer(KerasTraining):
         for config, names, options in list(self._noted_optimizers):
             specs = [self._created[name][0] for name in names]
             tell_optimizer(servers, {}, config, specs, options, only=server)
+
+    def _refuse_foreign(self, pair: Any) -> None:
+        variable = pair[-1] if isinstance(pair, tuple | list) and pair else None
+        if isinstance(variable, Variable) and (fault := variable.elsewhere(self)):
+            raise ArrayError(fault)
 
     def _noted(self, optimizer: Sequence[Any]) -> None:
         are_made = all(name in self._created for name in optimizer[1])

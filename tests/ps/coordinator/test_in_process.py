@@ -585,6 +585,26 @@ def test_a_second_strategy_begins_with_its_own_first_values(strategy):
     assert (first.read(), again.read()) == (6.0, 1.0)
 
 
+def test_a_variable_of_another_strategy_is_not_taken_for_ones_own(strategy, coordinator):
+    mine = strategy.variable(1.0, name="x")
+    with mw.ParameterServer() as other:
+        foreign = other.variable(5.0, name="x")
+        sgd = {"class_name": "SGD", "config": {"learning_rate": 1.0}}
+        for use in (
+            lambda: coordinator.schedule(_add_one, args=(foreign,)),
+            lambda: coordinator.schedule(lambda: foreign.assign_add(1.0)),
+            lambda: strategy.apply_gradients(sgd, [(np.float32(1.0), foreign)]),
+        ):
+            with pytest.raises(mw.MeshwrightError, match="made by another strategy"):
+                use()
+        coordinator.join(WAIT_S)
+        assert (mine.read(), foreign.read()) == (1.0, 5.0)
+
+
+def _add_one(variable):
+    variable.assign_add(1.0)
+
+
 COUNTS = {"one each": [1] * 60, "as it comes": [(7 * k * k) % 4 for k in range(60)]}
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ShippingError
+from ..shared.variables import Variable
 from ..worker.iterators import worker_iterator
 from .data import ElementSource
 from .shipping import Packed, is_iterator, key_of, name_of, pack, unpack
@@ -48,7 +49,8 @@ class Packer:
     forgotten when the program has no more of it; steps that are under way keep what they need.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Any = None) -> None:
+        self._strategy = strategy  # whose variables may travel
         self.sources: dict[str, ElementSource] = {}
         self.datasets: dict[str, tuple[Function, str]] = {}  # iterator -> what makes it, sharding
         self.dropped: list[str] = []  # iterators of workers that are out of use
@@ -138,6 +140,10 @@ class Packer:
     def _replaced(self, value: Any, iterators: dict[str, Any]) -> Any:
         if isinstance(value, PerWorkerValues):
             key = value.key
+        elif isinstance(value, Variable):
+            if fault := value.elsewhere(self._strategy):
+                raise ShippingError(fault)
+            return None
         elif isinstance(value, PerWorkerDataset):
             raise ShippingError("pass iter(dataset) to a scheduled function, not the dataset.")
         elif is_iterator(value):

@@ -61,7 +61,7 @@ class ClusterCoordinator:
             return
         self.strategy = strategy
         self._closed = False
-        self._packer = Packer()
+        self._packer = Packer(strategy)
         self._dispatcher = Dispatcher(strategy.dispatcher_settings(), self._packer, strategy.refill)
         self._changed = self._dispatcher.changed
         self._queue = self._dispatcher.queue

@@ -136,6 +136,19 @@ class Variable:
     def __reduce__(self) -> Any:
         return Variable, (self.spec,)
 
+    def elsewhere(self, strategy: Any) -> str:
+        """What is wrong where it lies on other servers than those of this strategy, or nothing.
+
+        Servers know variables by their names, and another strategy may have one of this name.
+        """
+        if self._home is None or self._home.has_servers_of(strategy):
+            return ""
+        return (
+            f"variable {self.name!r} was made by another strategy, {self._home!r}, and lies on its "
+            f"servers, which {strategy!r} does not use. Use it with that strategy and its "
+            "coordinator, or read() it and pass the value."
+        )
+
     def _change(self, op: str, *arrays: np.ndarray) -> None:
         if self.dtype.kind == "b" and op in ("sub", "rows_sub"):
             raise ArrayError(
