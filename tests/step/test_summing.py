@@ -257,6 +257,20 @@ def test_training_with_compressed_sums_converges(how: Any) -> None:
     assert max(all_reduces(job, job.put(x))) < 24 * 16 / 2
 
 
+@pytest.mark.parametrize("how", COMPRESSIONS, ids=str)
+def test_a_step_that_is_not_finite_leaves_nothing_behind(how: Any) -> None:
+    program = mw.jax_program(loss, PARAMS, optax.apply_if_finite(optax.sgd(0.1), 9))
+    placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
+    job = mw.Trainer(program, placement, mw.StepOptions(sums=mw.GradientSum(compress=how)))
+    (x, y), good = BATCHES[0], BATCHES[1]
+    state, _ = job.step(job.init(), job.put(good))
+    before = jax.tree.map(np.array, (state.params, state.slots[UNSENT]))
+    state, _ = job.step(state, job.put((x, np.where(x[:, :8] > 2, np.inf, y))))
+    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.slots[UNSENT]))
+    state, _ = job.step(state, job.put(good))
+    assert all(np.any(np.asarray(state.params[name]) != before[0][name]) for name in PARAMS)
+
+
 def test_what_is_not_sent_yet_goes_on_under_another_mesh(tmp_path: Path) -> None:
     def run(devices: int, batches: Any) -> mw.TrainState:
         program = mw.jax_program(loss, PARAMS, optax.sgd(1 / 64))

@@ -135,7 +135,8 @@ def sum_compressed(
             factors = {}
         else:
             sums, unsent, factors = _factored(own, form.factors(rows[0]), axes)
-        return [sums[path] for path in paths], form.joined(unsent, factors, rows[0])[None]
+        row = form.joined(unsent, factors, rows[0])
+        return [sums[path] for path in paths], _kept(row, rows[0], sums)[None]
 
     with jax.named_scope("gradients"):
         sums, unsent = over_axes(
@@ -146,6 +147,17 @@ def sum_compressed(
             axis_names=axes,
         )(unsent, *parts.values())
     return dict(zip(paths, sums, strict=True)), unsent
+
+
+def _kept(row: Any, before: Any, sums: Arrays) -> Any:
+    """The new row; the one before where a sum is not finite, or that would stay in it for ever.
+
+    Optimizers that scale the loss, or skip what is not finite, go on after such a step.
+    """
+    import jax.numpy as jnp
+
+    is_finite = jnp.all(jnp.asarray([jnp.all(jnp.isfinite(total)) for total in sums.values()]))
+    return jnp.where(is_finite, row, before)
 
 
 def _largest(own: Arrays, axes: tuple[str, ...], how: TopK) -> tuple[Arrays, Arrays]:

@@ -67,6 +67,15 @@ def test_numbers_too_large_for_float16_come_later():
     assert packed.residual[0] > 9e5
 
 
+@pytest.mark.parametrize("how", HOWS, ids=repr)
+def test_what_is_not_finite_arrives_and_is_not_kept(how):
+    gradient = np.ones([40], "float32")
+    gradient[:6] = [np.inf, -np.inf, np.nan, np.inf, np.nan, -np.inf]
+    packed = pack_gradient(how, gradient)
+    assert np.isfinite(packed.residual).all()
+    assert (~np.isfinite(decoded(packed, gradient.shape))).sum() >= 4
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -94,7 +94,7 @@ def _top(how: TopK, gradient: np.ndarray) -> Packed:
     if how.feedback:
         residual = flat.copy()
         residual[places] = 0
-        residual = residual.reshape(gradient.shape)
+        residual = _finite(residual).reshape(gradient.shape)
     return Packed((places.astype(np.int32), flat[places]), {"codec": "topk"}, residual)
 
 
@@ -104,11 +104,20 @@ def _half(how: Half, gradient: np.ndarray) -> Packed:
     if how.dtype == "float16":
         # What is too large for it becomes its largest; error feedback brings the rest.
         most = np.float32(np.finfo(np.float16).max)
-        sent = np.clip(gradient, -most, most).astype(np.float16)
+        clipped = np.where(np.isinf(gradient), gradient, np.clip(gradient, -most, most))
+        sent = clipped.astype(np.float16)
         arrived = sent.astype(np.float32)
     else:
         rounded = gradient.astype(ml_dtypes.bfloat16)
         arrived = rounded.astype(np.float32)
         sent = rounded.view(np.uint16)  # servers know NumPy's own types alone
-    residual = gradient - arrived if how.feedback else None
+    residual = None
+    if how.feedback:
+        with np.errstate(invalid="ignore"):  # of infinities
+            residual = _finite(gradient - arrived)
     return Packed((sent,), {"codec": how.dtype}, residual)
+
+
+def _finite(residual: np.ndarray) -> np.ndarray:
+    """Without what is not finite, which would be in every later gradient."""
+    return np.where(np.isfinite(residual), residual, np.float32(0))
