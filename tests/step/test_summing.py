@@ -258,6 +258,22 @@ def test_training_with_compressed_sums_converges(how: Any) -> None:
 
 
 @pytest.mark.parametrize("how", COMPRESSIONS, ids=str)
+def test_gradients_that_are_no_sums_over_rows_stay_with_xla(how: Any) -> None:
+    def decayed(params: Any, batch: Any) -> Any:
+        return loss(params, batch) + sum(jnp.sum(value**2) for value in params.values())
+
+    program = mw.jax_program(decayed, PARAMS, optax.sgd(0.01))
+    placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
+    by_xla, compressed = (
+        mw.Trainer(program, placement, mw.StepOptions(sums=sums))
+        for sums in (None, mw.GradientSum(compress=how))
+    )
+    expected, state = (job.train(job.init(), BATCHES[:1])[0] for job in (by_xla, compressed))
+    for name, value in expected.params.items():
+        np.testing.assert_allclose(state.params[name], value, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", COMPRESSIONS, ids=str)
 def test_a_step_that_is_not_finite_leaves_nothing_behind(how: Any) -> None:
     program = mw.jax_program(loss, PARAMS, optax.apply_if_finite(optax.sgd(0.1), 9))
     placement = mw.Placement.of(mw.create_mesh({"batch": 8}))

@@ -113,8 +113,10 @@ def sum_compressed(
 ) -> tuple[Arrays, Any]:
     """The sums over devices of gradients in parts, and what is left; see ``summing.sum_flat``.
 
-    ``unsent`` has a row for each device.
+    ``unsent`` has a row for each device, and stays where no gradient is in parts.
     """
+    if not parts:
+        return {}, unsent
     import jax
 
     from ..arrays.by_hand import over_axes
