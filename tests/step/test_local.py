@@ -162,3 +162,6 @@ def test_what_cannot_be_is_refused() -> None:
     odd = trainer.put(tuple(array[:12] for array in BATCHES[0]), last=True)
     with pytest.raises(mw.BatchError, match="12 rows do not divide over 8 replicas"):
         trainer.step.lower(trainer.init(), (odd, odd))
+    masked = trainer.put((*BATCHES[0], np.ones([8], "float32")))
+    with pytest.raises(mw.BatchError, match=r"share a batch out by its rows.*\(16, 3\), \(8,\)"):
+        trainer.step.lower(trainer.init(), (masked, masked))

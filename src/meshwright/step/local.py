@@ -211,6 +211,8 @@ def _on_replicas(replica: Callable[..., Any], placement: Placement) -> Callable[
     spec, axes, count = jax.sharding.PartitionSpec, placement.batch_axes, placement.batch_shards
 
     def run(whole: TrainState, batches: tuple[Any, ...]) -> Any:
+        for batch in batches:
+            _check_rows([leaf.shape for leaf in jax.tree.leaves(batch) if leaf.ndim])
         sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batches) if leaf.ndim}
         if odd := sorted(size for size in sizes if size % count):
             raise BatchError(
@@ -228,6 +230,16 @@ def _on_replicas(replica: Callable[..., Any], placement: Placement) -> Callable[
         )(whole, batches)
 
     return run
+
+
+def _check_rows(shapes: Sequence[tuple[int, ...]]) -> None:
+    """Raise BatchError where arrays differ in their first dim: replicas share all of them out."""
+    if len({shape[0] for shape in shapes}) > 1:
+        raise BatchError(
+            "replicas that take steps of their own share a batch out by its rows, the first dim of "
+            f"every array; received arrays of {', '.join(map(str, shapes))}. Let the loss close "
+            "over what is the same for all rows, or repeat it for each of them."
+        )
 
 
 def _mean(tree: Any, placement: Placement) -> Any:
