@@ -21,6 +21,8 @@ Arrays = dict[str, Any]  # path -> jax.Array
 Batch = Any  # a pytree; Keras' is (inputs, targets, sample weights), shorter where parts are absent
 Logs = dict[str, Any]  # name -> scalar
 
+ROWS_SO_FAR = "counts/rows"  # the path of the state that counts rows, of which keys are made
+
 
 class TrainState(NamedTuple):
     """All that a training step reads and returns, by path; a pytree.

@@ -105,6 +105,23 @@ def test_diloco_steps_from_where_they_began_along_their_mean_move() -> None:
         np.testing.assert_allclose(state.slots[f"{name}/outer_momentum"], move, atol=1e-6)
 
 
+def test_each_row_has_the_key_that_it_has_without_replicas() -> None:
+    def noisy(params: Any, batch: Any, keys: Any) -> Any:
+        x, y = batch
+        return loss(params, (x + jax.vmap(lambda key: jax.random.normal(key, [6]))(keys), y))
+
+    program = mw.jax_program(noisy, PARAMS, optax.sgd(0.1))
+    placement = mw.Placement.of(mw.create_mesh({"batch": REPLICAS}, jax.devices()[:REPLICAS]))
+    plain, local = (
+        mw.Trainer(program, placement, mw.StepOptions(local=how))
+        for how in (None, mw.LocalSGD(1))  # the mean of one step of SGD is that of its gradients
+    )
+    expected, state = (job.train(job.init(), BATCHES[:2])[0] for job in (plain, local))
+    assert state.state["counts/rows"] == expected.state["counts/rows"] == 32
+    for name, value in expected.params.items():
+        np.testing.assert_allclose(state.params[name], value, atol=1e-6)
+
+
 def test_only_one_exchange_of_gradients_and_parameters_is_compiled() -> None:
     program = mw.jax_program(loss, PARAMS, optax.sgd(0.1))
     trainer = mw.Trainer(

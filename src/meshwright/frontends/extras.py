@@ -17,11 +17,11 @@ import jax.numpy as jnp
 
 from ..errors import ModelError
 from ..layouts.params import ParamInfo, Role
-from ..program import Arrays, Batch, TrainState
+from ..program import ROWS_SO_FAR, Arrays, Batch, TrainState
 from ..step.padding import rows_of
 
 NAMES = ("key", "keys", "step")
-_ROWS, _STEP = "counts/rows", "counts/step"
+_STEP = "counts/step"
 _STATE = "state"
 
 
@@ -64,7 +64,7 @@ class Extras:
     @property
     def state(self) -> tuple[ParamInfo, ...]:
         """What is kept from one micro-batch to the next: the rows before."""
-        return (_info(_ROWS, "seed", "uint32"),) if {"key", "keys"} & {*self.names} else ()
+        return (_info(ROWS_SO_FAR, "seed", "uint32"),) if {"key", "keys"} & {*self.names} else ()
 
     @property
     def slots(self) -> tuple[ParamInfo, ...]:
@@ -77,7 +77,7 @@ class Extras:
         if "step" in self.names:
             extras["step"] = whole.slots[_STEP]
         if self.state:
-            before = whole.state[_ROWS]
+            before = whole.state[ROWS_SO_FAR]
             of_batches, of_rows = jax.random.split(jax.random.key(self.seed))
             if "key" in self.names:
                 extras["key"] = jax.random.fold_in(of_batches, before)
@@ -88,7 +88,7 @@ class Extras:
 
     def after_batch(self, state: Arrays, batch: Batch) -> Arrays:
         """The state when the rows of a batch have been counted."""
-        return {**state, _ROWS: state[_ROWS] + rows_of(batch)} if self.state else state
+        return {**state, ROWS_SO_FAR: state[ROWS_SO_FAR] + rows_of(batch)} if self.state else state
 
     def after_step(self, slots: Arrays) -> Arrays:
         """The slots that count steps, when one more was taken."""

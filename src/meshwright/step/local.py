@@ -18,8 +18,9 @@ from typing import Any
 from ..errors import BatchError, ModelError
 from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
-from ..program import Arrays, Aux, Batch, Logs, Program, TrainState
+from ..program import ROWS_SO_FAR, Arrays, Aux, Batch, Logs, Program, TrainState
 from .gradient import Gradient
+from .padding import rows_of
 from .summing import PLAIN_SUM, refuse_split, sum_within
 
 OUTER = "outer_momentum"  # how the slots of DiLoCo's outer optimizer end
@@ -126,7 +127,7 @@ def local_step(
     count = placement.batch_shards
     differentiate = of(program, float(count) if program.reduction == "sum" else 1.0)
     outer = outer_slots(program)
-    seeds = {info.path for info in program.state if info.role == "seed"}
+    seeds = {info.path for info in program.state if info.role == "seed"} - {ROWS_SO_FAR}
 
     def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
         batches = (batches,) if local.every == 1 else tuple(batches)
@@ -137,10 +138,11 @@ def local_step(
             state = _moved(here.state, seeds, index)  # each draws numbers of its own
             params, slots, losses = here.params, here.slots, []
             for batch in batches:
+                state = _counting(state, batch, index)  # as on one device, for keys of rows
                 at = TrainState(params, state, slots, here.metrics)
                 aux, grads = differentiate(params, at, batch)
                 params, new = program.update(params, grads, program.noting(slots, aux.loss))
-                slots, state = {**slots, **new}, aux.state
+                slots, state = {**slots, **new}, _counting(aux.state, batch, count - 1 - index)
                 losses.append((aux.loss, aux.outputs))
             state = _moved(state, seeds, -index)
             return _mean((params, slots, state), placement), rows.leaves(losses, batches)
@@ -269,6 +271,13 @@ def _index(placement: Placement) -> Any:
 
     axes = placement.batch_axes
     return jax.lax.axis_index(axes) if axes else jax.numpy.zeros([], "int32")
+
+
+def _counting(state: Arrays, batch: Batch, others: Any) -> Arrays:
+    """The state, with the rows of this many other replicas counted too."""
+    if ROWS_SO_FAR not in state:
+        return state
+    return _moved(state, {ROWS_SO_FAR}, others * rows_of(batch))
 
 
 def _moved(state: Arrays, paths: set[str], by: Any) -> Arrays:
