@@ -325,3 +325,23 @@ def test_keras_models_keep_what_they_have_not_sent_in_their_optimizers(tmp_path:
     assert summed.shape[0] == 4
     assert losses[:2] == first
     assert losses[-1] < 0.9 * first[-1]
+
+
+def test_what_is_not_sent_yet_does_not_depend_on_the_scale_of_the_loss() -> None:
+    x = np.random.default_rng(4).normal(size=(64, 8)).astype("float32")
+
+    def fit(optimizer: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        strategy = mw.DataParallel(
+            mw.create_mesh({"batch": 8}), sums=mw.GradientSum(compress=mw.TopK(0.1))
+        )
+        with strategy.scope():
+            model = keras.Sequential([keras.Input([8]), keras.layers.Dense(8)])
+            model.compile(optimizer, "mse")
+        strategy.fit(model, x, x, batch_size=16, verbose=0, shuffle=False)
+        return model.get_weights()[0]
+
+    growing = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), initial_scale=8.0, dynamic_growth_steps=1
+    )
+    np.testing.assert_allclose(fit(growing), fit(keras.optimizers.SGD(0.1)), atol=1e-6)

@@ -108,6 +108,11 @@ def respread(rows: Any, count: int) -> Any:
     return np.tile(rows.sum(0) / count, (count, 1)).astype(rows.dtype)
 
 
+def loss_scale(slots: Arrays) -> Any:
+    """What Keras' LossScaleOptimizer multiplies the loss by, and so every gradient; else 1."""
+    return next((value for path, value in slots.items() if path.endswith("/dynamic_scale")), 1.0)
+
+
 def sum_compressed(
     parts: Arrays, params: Arrays, unsent: Any, mesh: Any, axes: tuple[str, ...], how: Compress
 ) -> tuple[Arrays, Any]:

@@ -19,7 +19,7 @@ from ..layouts.params import ParamInfo
 from ..layouts.placement import Placement
 from ..program import Arrays, Aux, Batch, Program, TrainState
 from .backward_order import leaving_in_turn
-from .compression import UNSENT, sum_compressed
+from .compression import UNSENT, loss_scale, sum_compressed
 from .gradient import Gradient
 from .layer_gathers import Spread, gathering_by_layers
 from .loop_scatters import scattering_in_loops
@@ -116,10 +116,11 @@ class Sharing:
             return aux, self.summed(grads, whole.params), {}
         parts = {path: g for path, g in grads.items() if g.ndim > whole.params[path].ndim}
         slot = next(path for path in whole.slots if path.endswith(UNSENT))
-        before, how = whole.slots[slot], self.by.compress
+        scale, how = loss_scale(whole.slots), self.by.compress
+        before = whole.slots[slot] * scale  # kept without it, for it changes between steps
         sums, unsent = sum_compressed(parts, whole.params, before, self.mesh, self.axes, how)
         sums = {path: value.astype(whole.params[path].dtype) for path, value in sums.items()}
-        return aux, {**grads, **sums}, {slot: unsent}
+        return aux, {**grads, **sums}, {slot: unsent / scale}
 
     def in_parts(
         self, gradient: Gradient, batch: Batch, times: int = 0, narrow: bool = False
