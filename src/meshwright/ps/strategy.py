@@ -346,14 +346,23 @@ class ParameterServer(KerasTraining):
 
     def start_dispatcher(self, dispatcher: Dispatcher) -> None:
         """Let a coordinator's dispatcher speak with the workers."""
-        self.with_servers(lambda servers: _begin(servers, dispatcher.queue))
         spec = self.cluster.spec
         if spec is None:
+            self._begin(dispatcher.queue)
             dispatcher.start(LocalLinks(self.connect("worker:0"), dispatcher.more), None)
             return
+        # Refused while another coordinator has the address, before steps of that one are ended.
         links = SocketLinks(to_bind(spec.task_address("chief", 0)), self.cluster.keys)
+        try:
+            self._begin(dispatcher.queue)
+        except BaseException:
+            links.close()
+            raise
         guardian = Guardian(lambda: self.connect("guardian"), dispatcher, self._heartbeat_s)
         dispatcher.start(links, guardian)
+
+    def _begin(self, queue: StepQueue) -> None:
+        self.with_servers(lambda servers: _begin(servers, queue))
 
     def refill(self, server: int, servers: Servers) -> None:
         """Make again, on a server that came back, what it may have lost."""

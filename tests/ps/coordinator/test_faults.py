@@ -18,7 +18,7 @@ from adding import Totals
 from clusters import WAIT_S, trained_on, wait_for_workers
 from models import wait_for
 
-from meshwright.errors import MeshwrightWarning, TaskError, UnreachableError
+from meshwright.errors import ClusterError, MeshwrightWarning, TaskError, UnreachableError
 from meshwright.launch.local import LocalCluster
 from meshwright.launch.spec import ClusterSpec
 from meshwright.ps.coordinator.coordinator import ClusterCoordinator
@@ -237,6 +237,21 @@ def test_a_server_that_is_given_up_is_named_at_once_whatever_waits_for_it(option
         for wait in (coordinator.join, value.fetch, total.read, coordinator.done):
             with pytest.raises(TaskError, match="the cluster is closed: its workers and servers"):
                 wait()
+
+
+def test_a_second_coordinator_of_a_cluster_is_refused_and_the_first_loses_no_step():
+    with trained_on(1, 1) as (cluster, strategy, coordinator):
+        total = strategy.variable(0, name="total")
+        coordinator.schedule(total.assign_add, args=(1,)).fetch(WAIT_S)
+        with ParameterServer(cluster) as other:
+            with pytest.raises(ClusterError, match=r"chief:0 cannot listen at .* already in use"):
+                ClusterCoordinator(other)
+            coordinator.schedule(total.assign_add, args=(1,)).fetch(WAIT_S)
+            assert total.read() == 2
+            strategy.close()
+            total = other.variable(0, name="total")
+            ClusterCoordinator(other).schedule(total.assign_add, args=(1,)).fetch(WAIT_S)
+            assert total.read() == 3
 
 
 @pytest.mark.full

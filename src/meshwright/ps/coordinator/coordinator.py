@@ -66,7 +66,11 @@ class ClusterCoordinator:
         self._changed = self._dispatcher.changed
         self._queue = self._dispatcher.queue
         strategy.coordinator_made = self
-        strategy.start_dispatcher(self._dispatcher)
+        try:
+            strategy.start_dispatcher(self._dispatcher)
+        except BaseException:
+            strategy.coordinator_made = None  # so that the next one is begun anew
+            raise
 
     # Scheduling
 
