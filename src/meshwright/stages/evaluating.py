@@ -125,15 +125,17 @@ def _checkpointed(eqn: Any, read: list[Any]) -> list[Any]:
 def _scanned(eqn: Any, read: list[Any]) -> list[Any]:
     import jax
 
-    params, consts = eqn.params, read[: eqn.params["num_consts"]]
-    ends = params["num_consts"] + params["num_carry"]
+    params = eqn.params
+    num_consts, num_carry = _compat.scan_counts(eqn)
+    ends = num_consts + num_carry
+    consts, carry, rows = read[:num_consts], read[num_consts:ends], read[ends:]
 
     def body(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
         results = _called(params["jaxpr"], [*consts, *carry, *xs])
-        return results[: params["num_carry"]], results[params["num_carry"] :]
+        return results[:num_carry], results[num_carry:]
 
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(body, read[len(consts) : ends], read[ends:], **how)
+    carry, ys = jax.lax.scan(body, carry, rows, **how)
     return [*carry, *ys]
 
 
