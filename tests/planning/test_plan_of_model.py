@@ -51,6 +51,32 @@ def test_a_plan_of_a_keras_model_trains_it():
         assert any("model" in str(spec) for spec in split)
 
 
+def test_a_plan_of_a_batch_with_sample_weights_trains_where_more_than_rows_is_split():
+    def build():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input([16, 8]), keras.layers.Dense(8, name="tokens")])
+        model.compile("sgd", "mse")
+        return model
+
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(4, 16, 8)).astype("f") for _ in range(2))
+    weights = rng.random([4, 16]).astype("f")
+    goal = {"target": "cpu:8", "objective": "memory", "axes": {"batch": 2, "length": 4}}
+    with mw.abstract():
+        plan = mw.plan(build(), (x, y, weights), **goal)
+    plan = mw.Plan.from_json(plan.to_json())
+    assert all(len(along) > 1 and along[1] for along in plan.layouts_of(inputs=True).values())
+    assert dict(plan.placement().targets).keys() == {0}
+    strategy = plan.strategy()
+    with strategy.scope():
+        model = build()
+    given = {"sample_weight": weights, "epochs": 2, "verbose": 0, "shuffle": False}
+    rows = 4 // plan.accumulate
+    losses = strategy.fit(model, x, y, batch_size=rows, **given).history["loss"]
+    expected = build().fit(x, y, batch_size=4, **given).history["loss"]
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+
+
 def axes_of(spec):
     return () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)
 

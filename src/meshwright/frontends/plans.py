@@ -56,9 +56,10 @@ class Plan(Decided):
     option, ``runners_up`` are what else fits, ``data_parallel`` and ``classics`` the layouts with
     a name, ``why`` has a line for each choice and ``notes`` what to know about the figures.
     ``layouts`` has the axes of each dim of parameters and inputs, by path; ``inputs`` are the
-    paths of inputs and targets, the first ``num_inputs`` of them inputs, and ``batch`` the axes of
-    the rows. ``is_proven`` is false if the time limit ended the search. ``serving``, of a plan for
-    latency or throughput, has its batches, copies and precision.
+    paths of the batch's arrays, the first ``num_inputs`` of them inputs and the next
+    ``num_targets`` targets, and ``batch`` the axes of the rows. ``is_proven`` is false if the time
+    limit ended the search. ``serving``, of a plan for latency or throughput, has its batches,
+    copies and precision.
 
     >>> import jax, jax.numpy as jnp, optax, meshwright as mw
     >>> shapes = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
@@ -181,19 +182,19 @@ def plan(
         best = replace(best, notes=(*best.notes, f"nothing was compiled to verify it: {lacks}"))
     if best.chosen.pipeline is not None and isinstance(model, Program) and model.example is None:
         best = replace(best, notes=(*best.notes, _NO_EXAMPLE))
-    return _named(best, described, _num_inputs(model, batch))
+    return _named(best, described, _counts(model, batch))
 
 
 def _of_serving(model: Any, inputs: Any, question: Question) -> Plan:
     best, forwards = plan_serving(model, inputs, question)
     steps = forwards.steps(Placement.of(_ONE_DEVICE))
-    return _named(best, steps, None)
+    return _named(best, steps, {})
 
 
-def _named(decided: Decided, described: Assembly, num_inputs: int | None) -> Plan:
+def _named(decided: Decided, described: Assembly, counts: Mapping[str, int]) -> Plan:
     """The plan of a model, by the names that it and its variables keep."""
     values: dict[str, Any] = {field.name: getattr(decided, field.name) for field in fields(decided)}
-    values |= {"num_inputs": num_inputs, "name": described.program.name}
+    values |= {**counts, "name": described.program.name}
     values["layouts"] = _lasting(decided.layouts, described)
     return Plan(**values)
 
@@ -213,9 +214,12 @@ def _strategy(model: Any, placement: Placement, how: Any = None) -> Any:
     return Sharded.from_placement(placement, how)
 
 
-def _num_inputs(model: Any, batch: Batch) -> int | None:
-    """How many of the batch's arrays are a Keras model's inputs."""
-    return None if isinstance(model, Program) else len(jax.tree.leaves(batch[0]))
+def _counts(model: Any, batch: Batch) -> dict[str, int]:
+    """How many of the batch's arrays are a Keras model's inputs and targets."""
+    if isinstance(model, Program):
+        return {}
+    inputs, targets = (len(jax.tree.leaves(part)) for part in (batch[0], batch[1:2]))
+    return {"num_inputs": inputs, "num_targets": targets}
 
 
 def _report(
@@ -227,7 +231,7 @@ def _report(
         part = whole.part(candidate.mesh.size)
     except TargetError:
         return NoReport()
-    candidate = replace(candidate, num_inputs=_num_inputs(model, batch))
+    candidate = replace(candidate, **_counts(model, batch))
     strategy = _strategy(model, candidate.placement(), candidate.how)
     micro, hardware = _micro_batch(batch, candidate.accumulate), hardware or hardware_of(part)
     return dry_run_of(model, micro, strategy, part, hardware, blocks, True, timeout_s)

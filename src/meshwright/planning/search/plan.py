@@ -129,8 +129,9 @@ class Plan(Viewable):
     """Where a step's parameters and inputs lie, and why; ``print`` it for a table.
 
     ``layouts`` has the axes of each dim of every parameter and input, by path; of inputs those
-    named in ``inputs``, of which the first ``num_inputs`` are a model's inputs and the others its
-    targets (none: all are inputs). ``batch`` are the axes of the batch's rows. ``runners_up`` are
+    named in ``inputs``, of which the first ``num_inputs`` are a model's inputs (none: all are), the
+    next ``num_targets`` its targets (none: all others are), and the rest their sample weights,
+    which lie as their targets do. ``batch`` are the axes of the batch's rows. ``runners_up`` are
     what else fits, the best first, ``data_parallel`` is the batch over all devices and nothing
     else, and ``classics`` are the other layouts that are known by name, FSDP, tensor parallel and
     both together: :attr:`named` has all of these. Of those that fit none is faster by the model.
@@ -155,6 +156,7 @@ class Plan(Viewable):
     notes: tuple[str, ...] = ()
     is_proven: bool = True
     num_inputs: int | None = None
+    num_targets: int | None = None
     classics: tuple[tuple[str, Option], ...] = ()
     serving: Serving | None = None
 
@@ -263,8 +265,9 @@ class Plan(Viewable):
     def _data(self) -> tuple[dict[int, Any], dict[int, Any]]:
         """Specs of inputs and targets by position, where not just their rows are split."""
         split: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
-        for place, specs in enumerate(self.layouts_of(inputs=True).values()):
-            first = len(self.inputs) if self.num_inputs is None else self.num_inputs
+        first = len(self.inputs) if self.num_inputs is None else self.num_inputs
+        end = None if self.num_targets is None else first + self.num_targets
+        for place, specs in enumerate([*self.layouts_of(inputs=True).values()][:end]):
             is_target = place >= first
             by_rows = [_spec(self.batch), *[UNSHARDED] * (len(specs) - 1)][: len(specs)]
             if specs != by_rows:
