@@ -267,3 +267,62 @@ def test_what_cannot_be_saved_so_is_said(
     with pytest.raises(mw.CheckpointError, match=says):
         strategy.save(model, tmp_path, **options)
     assert not list(tmp_path.iterdir())
+
+
+class _WithSpare(keras.layers.Layer):
+    """Makes a layer that its call leaves out, as some of Keras Hub's do; it is never built."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.used, self.spare = keras.layers.Dense(4, name="used"), keras.layers.Dense(4)
+
+    def build(self, input_shape: Any) -> None:
+        self.used.build(input_shape)
+
+    def call(self, x: Any) -> Any:
+        return self.used(x)
+
+
+class _Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__(name="subclassed")
+        self.inner = _WithSpare(name="inner")
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+def _functional() -> keras.Model:
+    inputs = keras.Input([4], name="rows")
+    return keras.Model(inputs, _WithSpare(name="inner")(inputs), name="functional")
+
+
+def _called() -> keras.Model:
+    model = _Subclassed()
+    model(np.zeros([1, 4]))
+    return model
+
+
+@pytest.mark.parametrize("build", [_functional, _called])
+def test_a_layer_that_is_never_called_stops_no_save_restore_or_server(
+    build: Any, tmp_path: Path
+) -> None:
+    x = np.ones([8, 4], "float32")
+    strategy, model, other = mw.Sharded(mw.create_mesh({"batch": 8})), build(), build()
+    strategy.save(model, tmp_path)
+    strategy.restore(other, tmp_path)
+    np.testing.assert_array_equal(strategy.predict(other, x, verbose=0), model(x))
+    name, example = ("rows", None) if build is _functional else ("input", x)
+    with mw.Server(build(), example=example) as server:
+        server.answer({name: x[:1]})
+
+
+def test_a_layer_that_is_never_called_stops_no_restore_from_servers(tmp_path: Path) -> None:
+    x = np.ones([8, 4], "float32")
+    models = _functional(), _functional()
+    for model in models:
+        model.compile("sgd", "mse")
+    servers = mw.ParameterServer()
+    servers.fit(models[0], x, x, verbose=0, checkpoint=tmp_path)
+    mw.ParameterServer().restore(tmp_path, models[1])
+    np.testing.assert_array_equal(models[1](x), models[0](x))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -70,7 +72,7 @@ def test_a_plan_of_a_batch_with_sample_weights_trains_where_more_than_rows_is_sp
     strategy = plan.strategy()
     with strategy.scope():
         model = build()
-    given = {"sample_weight": weights, "epochs": 2, "verbose": 0, "shuffle": False}
+    given: Any = {"sample_weight": weights, "epochs": 2, "verbose": 0, "shuffle": False}
     rows = 4 // plan.accumulate
     losses = strategy.fit(model, x, y, batch_size=rows, **given).history["loss"]
     expected = build().fit(x, y, batch_size=4, **given).history["loss"]

@@ -12,6 +12,11 @@ def is_built(model: Any) -> bool:
     return model.built and all(layer.built for layer in model._flatten_layers())
 
 
+def has_its_variables(model: Any) -> bool:
+    """Whether the model is built, or was called: layers that its call leaves out stay unbuilt."""
+    return model.built and (model._called or is_built(model))
+
+
 def needs_batch_to_build(model: Any) -> bool:
     """Whether model, metrics or loss wait for a first batch to be built."""
     parts = (model._compile_metrics, model._compile_loss)
@@ -41,6 +46,14 @@ def build_forward(model: Any, inputs: Any) -> None:
         return backend.KerasTensor(value.shape, backend.standardize_dtype(value.dtype))
 
     backend.compute_output_spec(model, jax.tree.map(symbolic, inputs), training=False)
+
+
+def build_as_declared(model: Any) -> bool:
+    """Build a model for the inputs that it declares itself; whether it declares any."""
+    tensors = input_tensors(model)
+    if tensors is not None:
+        build_forward(model, tensors)
+    return tensors is not None
 
 
 def compile_token(model: Any) -> tuple[Any, ...]:

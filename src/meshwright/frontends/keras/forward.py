@@ -90,13 +90,15 @@ def forward_of(
     """
     _compat.install_keras_hooks(Hooks())
     check_traceable(model)
-    if not _compat.is_built(model):
-        if example is None:
-            raise ModelError(
-                f"model {model.name!r} is not built: pass example=, inputs of any number of rows."
-            )
+    if not _compat.has_its_variables(model):
         with strategy.in_force(model), AbstractRoom().open():
-            _compat.build_forward(model, example)
+            if example is not None:
+                _compat.build_forward(model, example)
+            elif not _compat.build_as_declared(model):
+                raise ModelError(
+                    f"model {model.name!r} is not built: pass example=, inputs of any number of "
+                    "rows."
+                )
     strategy._inspect(model)
     variables = KerasVariables.of(model).under(strategy.placement)
 

@@ -31,7 +31,7 @@ def save_model(
 ) -> None:
     """See :meth:`Sharded.save`."""
     _check_parts(parts)
-    _check_built(model)
+    _check_built(strategy, model)
     with Checkpoints(directory, keep=None) as checkpoints:
         variables = strategy.prepare(model, forward_only=True)
         state = LastingNames.of(model, variables).to_checkpoint(read_state(variables))
@@ -44,9 +44,13 @@ def _check_parts(parts: Sequence[str]) -> None:
         raise CheckpointError(f"parts={parts!r}: expected a tuple of some of {PARTS}.")
 
 
-def _check_built(model: keras.Model) -> None:
+def _check_built(strategy: Sharded, model: keras.Model) -> None:
     check_model(model)
-    if not _compat.is_built(model):
+    if _compat.has_its_variables(model):
+        return
+    with strategy.scope():
+        is_declared = _compat.build_as_declared(model)
+    if not is_declared:
         raise ModelError(
             f"model {model.name!r} is not built, so it has no variables yet. Call it on one batch, "
             "such as model(x[:1]), or model.build(shape), before it is saved or restored."
@@ -66,7 +70,7 @@ def restore_model(
 ) -> CheckpointInfo:
     """See :meth:`Sharded.restore`."""
     _check_parts(parts)
-    _check_built(model)
+    _check_built(strategy, model)
     require_orbax()
     info = read_checkpoint(directory, step)
     variables = strategy.prepare(model, forward_only=True)

@@ -418,9 +418,8 @@ class Sharded(LaidOut, Replicas):
         """
         check_model(model)
         training = model.compiled and not forward_only
-        lacks_batch = (
-            _compat.needs_batch_to_build(model) if training else not _compat.is_built(model)
-        )
+        is_built = _compat.has_its_variables if first_batch is None else _compat.is_built
+        lacks_batch = _compat.needs_batch_to_build(model) if training else not is_built(model)
         if lacks_batch or (training and _compat.has_unbuilt_optimizer(model)):
             if lacks_batch and first_batch is None:
                 raise ModelError(

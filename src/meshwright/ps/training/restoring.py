@@ -28,7 +28,7 @@ def restore_model(strategy: Any, model: keras.Model, directory: str | Path) -> i
     of another model, and :class:`~meshwright.ModelError` for a model that is not built.
     """
     with building():
-        if not _compat.is_built(model):
+        if not (_compat.has_its_variables(model) or _compat.build_as_declared(model)):
             raise ModelError(
                 f"model {model.name!r} is not built, so its variables are not known: give it "
                 "keras.Input, or predict with it first."
