@@ -45,9 +45,16 @@ def write(path: str | Path, text: str, what: str) -> None:
     Raises :class:`~meshwright.DataError`, which calls the text ``what``, if it cannot be written.
     """
     check_writable(path, what)
-    try:
+    with writing(path, what):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def writing(path: str | Path, what: str) -> Iterator[None]:
+    """Raise :class:`~meshwright.DataError` where the block cannot write ``what`` there."""
+    try:
+        yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise DataError(f"cannot write {what} to {str(path)!r}: {reason}.") from error

@@ -60,6 +60,8 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ServingError, match="is not empty"):
         export(model, tmp_path)
+    with pytest.raises(mw.DataError, match=r"cannot write the exported model to '.*file': Not a"):
+        export(model, tmp_path / "file")
     with pytest.raises(ServingError, match="unknown format 'caffe'"):
         export(model, tmp_path, "caffe")
     for format, package in (("savedmodel", "tensorflow"), ("onnx", "jax2onnx")):

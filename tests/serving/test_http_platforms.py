@@ -145,6 +145,14 @@ def test_the_command_writes_the_words_that_it_was_called_with(project):
     assert "exists already and is not replaced" in again.output
 
 
+def test_a_folder_that_cannot_be_written_is_an_error_of_one_line(project):
+    words = ["serve", "runs/mnist", "--model", "train:build", "--write", "ray", "--to"]
+    result = CliRunner().invoke(main, [*words, "train.py/out"])
+    assert result.exit_code == 2
+    expected = "Error: cannot write the files for ray to 'train.py/out/app.py': "
+    assert result.output.startswith(expected), result.output
+
+
 def test_words_become_options(project):
     words = ["runs/mnist", "--model", "train:build", "--mesh", "model=2", "--buckets", "1,8"]
     options = options_of([*words, "--max-body", "1MiB", "--precision", "int8", "--finite"])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError, ServingError
 from ..extras import is_installed
+from ..files import writing
 
 if TYPE_CHECKING:
     from .api import TensorSpec
@@ -72,7 +73,8 @@ def export(model: LoadedModel, folder: Path, format: str = "stablehlo") -> tuple
     """Write a model on one device in a format; returns the paths of its files.
 
     Raises ServingError for an unknown format, a missing package, a folder that is not empty, or a
-    mesh of several devices, which other programs know nothing of.
+    mesh of several devices, which other programs know nothing of, and DataError for a folder that
+    cannot be written.
     """
     if format not in FORMATS:
         raise ServingError(f"unknown format {format!r}. Known: {', '.join(FORMATS)}.")
@@ -88,10 +90,11 @@ def export(model: LoadedModel, folder: Path, format: str = "stablehlo") -> tuple
         raise ServingError(
             f"the model lies on {size} devices, and other programs know no mesh: leave --mesh out."
         )
-    if folder.exists() and any(folder.iterdir()):
-        raise ServingError(f"{folder} is not empty. Name another folder by --to.")
-    folder.mkdir(parents=True, exist_ok=True)
-    return _WRITERS[format](model, folder)
+    with writing(folder, "the exported model"):
+        if folder.exists() and any(folder.iterdir()):
+            raise ServingError(f"{folder} is not empty. Name another folder by --to.")
+        folder.mkdir(parents=True, exist_ok=True)
+        return _WRITERS[format](model, folder)
 
 
 def _stablehlo(model: LoadedModel, folder: Path) -> tuple[Path, ...]:

@@ -19,6 +19,7 @@ from pathlib import Path
 import jinja2
 
 from ...errors import ServingError
+from ...files import write
 
 _SERVER = ("Containerfile", "Containerfile.dockerignore", "requirements.txt", "DEPLOY.md")
 PLATFORMS: dict[str, tuple[str, ...]] = {  # platform -> its templates
@@ -95,7 +96,7 @@ def files_for(platform: str, deployment: Deployment) -> dict[str, str]:
 def write_files(platform: str, deployment: Deployment, folder: Path) -> tuple[Path, ...]:
     """Write the files of a platform into a folder and return their paths.
 
-    Raises ServingError where one of them exists.
+    Raises ServingError where one of them exists, and DataError where one cannot be written.
     """
     texts = {folder / name: text for name, text in files_for(platform, deployment).items()}
     if there := [str(path) for path in texts if path.exists()]:
@@ -103,9 +104,8 @@ def write_files(platform: str, deployment: Deployment, folder: Path) -> tuple[Pa
             f"{', '.join(there)} exists already and is not replaced. Remove it, or name another "
             "folder by --to."
         )
-    folder.mkdir(parents=True, exist_ok=True)
     for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+        write(path, text, f"the files for {platform}")
         if path.name == "serve":
             path.chmod(0o755)
     return tuple(texts)
