@@ -3,11 +3,12 @@
 XLA ends the process where a program looks up along a dim that is split over one axis, by indices
 that are split over another one, while the axis of the stages is taken by hand: of values that are
 computed, as the scores of words, and from JAX 0.11 on of parameters too. So they are whole along
-that dim.
+that dim. The same holds of sorts and of writes at places, whose results are whole as well.
 
 Rows that move along the batch, as by ``jnp.flip`` or ``jnp.concatenate``, are exchanged by permutes
 of XLA, which wait for every device of the mesh; where a stage works by itself, the others never
-come. So they are whole too: the devices of one stage gather them among themselves.
+come. So they are whole too: the devices of one stage gather them among themselves. What moves in a
+branch, or in a loop that ends by a value, is whole in any case, for each stage goes its own way.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ class _Edit:
             if eqn.primitive.name in _SAME_ROWS and is_table:
                 self._tables.update(eqn.outvars)
             within = self._scope.inner.get(number)
-            axes = _axes_along(_looked_along, eqn, self._scope, within) - self._of_rows
-            if is_table and not _compat.aborts_on_split_tables():
-                axes = frozenset()
+            axes = _axes_along(_looked_along, eqn, self._scope, within)
+            if is_table:
+                axes = axes - self._of_rows if _compat.aborts_on_split_tables() else frozenset()
             moved = _axes_along(_ordered_along, eqn, self._scope, within)
             if eqn.primitive.name in _BY_VALUE:
                 moved |= _axes_along(_moved_along, eqn, self._scope, within)
