@@ -115,6 +115,7 @@ IN_BLOCKS = {
     "sort": lambda x: jnp.sort(x, -1),
     "sort rows": lambda x: jnp.sort(x, 0),
     "rows in another order": lambda x: x[jnp.argsort(x[:, 0])],
+    "solve": lambda x: jnp.linalg.solve(jnp.eye(8) + 0.1 * x.T @ x, x.T).T,
     "top_k": lambda x: jnp.tile(jax.lax.top_k(x, 4)[0], 2),
     "set": lambda x: x.at[:, jnp.array([3, 7])].set(0.5),
     "segments": lambda x: jax.ops.segment_sum(x.T, jnp.arange(8) // 2, 8).T,

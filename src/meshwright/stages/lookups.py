@@ -21,7 +21,7 @@ from .. import _compat
 from ..jaxprs import reach
 from ..jaxprs.edits import constraint_on
 from ..jaxprs.links import How
-from ..jaxprs.primitives import inner_jaxprs, links_of, opened
+from ..jaxprs.primitives import OUTSIDE, TABLE, inner_jaxprs, links_of, opened
 from ..layouts.layout import Layout
 from ..layouts.placement import Placement
 from ..program import Program
@@ -153,15 +153,23 @@ def _looked_along(eqn: Any, scope: reach.Scope) -> frozenset[str]:
 
 
 def _ordered_along(eqn: Any, scope: reach.Scope) -> frozenset[str]:
-    """The axes that split dims along which an equation sorts, or writes at places."""
+    """The axes that split dims along which an equation sorts, or writes at places, and all of those
+    of an operation that is not known, such as a linear solver."""
     if eqn.primitive.name in _ORDERS:
         return _moved_along(eqn, scope)
+    if _is_unknown(eqn):
+        return frozenset().union(*(_axes_of(dim) for atom in eqn.invars for dim in scope.of(atom)))
     if not eqn.primitive.name.startswith("scatter"):
         return frozenset()
     numbers = eqn.params["dimension_numbers"]
     (table, _, updates), along = map(scope.of, eqn.invars), numbers.inserted_window_dims
     new = [dim for at, dim in enumerate(updates) if at not in numbers.update_window_dims]
     return frozenset().union(*map(_axes_of, [*(table[dim] for dim in along), *new]))
+
+
+def _is_unknown(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    return not (name in TABLE or name in OUTSIDE or inner_jaxprs(eqn))
 
 
 def _moved_along(eqn: Any, scope: reach.Scope) -> frozenset[str]:
