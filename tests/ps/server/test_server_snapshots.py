@@ -12,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshwright as mw
+from meshwright.launch.settings import TaskSettings
+from meshwright.launch.spec import ClusterSpec, Task
 from meshwright.ps.server import saving
 from meshwright.ps.server.core import ServerCore
+from meshwright.ps.server.loop import serve
 from meshwright.ps.server.optimizers import TWINS
 from meshwright.ps.server.saving import Saver
 from meshwright.ps.server.snapshot import restore, snapshot_of
+from meshwright.ps.wire.listener import Listener
 
 
 def trained(optimizer: str = "Adam", **config) -> Asking:
@@ -242,6 +246,15 @@ def test_nothing_is_kept_without_a_directory() -> None:
     saver.tick(idle=True)
     assert not saver.restore()
     assert core.state.snapshot.number == 0
+
+
+def test_a_server_that_cannot_listen_leaves_the_snapshot_of_the_one_that_does(tmp_path) -> None:
+    address = f"ipc://{tmp_path}/ps"
+    jobs = {"chief": [f"ipc://{tmp_path}/c"], "worker": [f"ipc://{tmp_path}/w"], "ps": [address]}
+    (tmp_path / "ps0.snapshot").write_bytes(b"of the first")
+    with Listener(address), pytest.raises(mw.ClusterError, match="ps:0 cannot listen"):
+        serve(TaskSettings(Task("ps", 0), ClusterSpec(jobs), snapshot_dir=str(tmp_path)))
+    assert (tmp_path / "ps0.snapshot").read_bytes() == b"of the first"
 
 
 def test_the_former_snapshot_stays_until_the_next_is_whole(tmp_path, monkeypatch) -> None:

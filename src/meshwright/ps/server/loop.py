@@ -39,10 +39,6 @@ def serve(settings: TaskSettings) -> None:
         copy_reads=False,  # the listener has copied an answer when it returns
     )
     saver = Saver(core, settings.snapshot_dir, settings.snapshot_every)
-    if settings.generation > 0:
-        saver.restore()
-    else:
-        saver.begin()
     with ExitStack() as stack:
         listener = Listener(
             settings.address,
@@ -51,6 +47,11 @@ def serve(settings: TaskSettings) -> None:
             reserved=lambda message: message.kind in RESERVED,
         )
         stack.enter_context(listener)
+        # Not before: a second one, which cannot listen, leaves the snapshots of the first.
+        if settings.generation > 0:
+            saver.restore()
+        else:
+            saver.begin()
         terminated = stack.enter_context(_terminated())
         heartbeat = _heartbeat(core, settings)
         if heartbeat is not None:
