@@ -17,7 +17,17 @@ ROWS, TOLERANCE = 16, 5e-6  # of the largest gradient
 Case = tuple[mw.Program, dict[str, np.ndarray]]  # with a batch
 
 
-def tanh_blocks() -> Case:
+def tanh_of(x: Any, weight: Any) -> Any:
+    return jax.checkpoint(mn.tanh)(x)
+
+
+def in_loops(x: Any, weight: Any) -> Any:
+    """What is laid out by a rule is read by a loop, and by a branch that each stage takes alone."""
+    x = jax.lax.scan(lambda y, _: (mn.tanh(y) * 1.5, None), x, None, length=2)[0]
+    return jax.lax.cond(weight.array[0, 0] > 0, mn.tanh, lambda y: 0.5 * y, x)
+
+
+def tanh_blocks(within: Any = tanh_of) -> Case:
 
     def init() -> Any:
         draw = np.random.default_rng(0)
@@ -34,7 +44,7 @@ def tanh_blocks() -> Case:
     def loss(params: Any, batch: Any) -> Any:
         x = mn.einsum([batch["x"], params["first"]])
         for block in params["blocks"]:
-            hidden = jax.checkpoint(mn.tanh)(mn.einsum([x, block["up"]]))
+            hidden = within(mn.einsum([x, block["up"]]), block["up"])
             x = x + mn.einsum([hidden, block["down"]])
         return mn.reduce_mean(mn.square(x))
 
@@ -125,6 +135,12 @@ def test_layers_lie_along_the_axis_of_the_stages(
     axes: dict[str, int], rules: str, zero: int
 ) -> None:
     assert_those_of_one_device(tanh_blocks(), axes, rules, mw.Pipeline("stage", 4), zero)
+
+
+@pytest.mark.full
+def test_loops_and_branches_read_what_is_laid_out_by_a_rule() -> None:
+    axes, rules = {"stage": 2, "model": 2}, "hidden:model;layers:stage"
+    assert_those_of_one_device(tanh_blocks(in_loops), axes, rules, mw.Pipeline("stage", 4))
 
 
 HEADS = "d_ff:model;heads:model;vocab:model;layers:stage"

@@ -1,8 +1,9 @@
 """Equations of a traced loss, evaluated in the mesh of a stage, whatever mesh they were traced in.
 
 A value behind a layout is typed by a mesh, and so is what JAX has traced of functions that read it.
-In a stage the mesh is another one: its axis of stages is taken by hand. So the equations of calls
-are evaluated one by one, and so are those of the gradients that functions have of their own.
+In a stage the mesh is another one: its axis of stages is taken by hand. So the equations of calls,
+loops and branches are evaluated one by one, and so are those of the gradients that functions have
+of their own.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _with_sharding(eqn: Any, value: Any) -> Any:
 
 def _in_this_mesh(eqn: Any, results: list[Any]) -> list[Any]:
     """Results of an equation. Raises :class:`PipelineError` where they are typed by another mesh,
-    as a loop is that reads what has a layout."""
+    as those of a call are that is not evaluated here, and reads what has a layout."""
     import jax
 
     mesh = jax.sharding.get_abstract_mesh()
