@@ -39,6 +39,10 @@ def test_a_model_that_cannot_be_computed_in_short_rows() -> None:
     )
     with mw.Server(model, buckets=[2]) as server:
         assert_answers(server, model, pixels(2, 17, 23))
+    sound = keras.Input([None, 1], name="pixels")  # as of Moonshine, which begins with some 900
+    model = keras.Model(sound, layers.Conv1D(2, 900)(sound))
+    with mw.Server(model, buckets=[1]) as server:
+        assert_answers(server, model, DRAW.random([1, 1000, 1], "float32"))
 
 
 def test_each_dim_of_an_image_is_cut_to_its_own_length() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..jaxprs.edits import equations
 
-_LENGTHS = (4, 8, 16, 32, 64, 128, 256, 512)
+_LENGTHS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)  # the last two for raw sound
 
 
 def typical_length(trace: Callable[[int], Any]) -> int:
@@ -15,7 +15,7 @@ def typical_length(trace: Callable[[int], Any]) -> int:
 
     Convolutions without padding have no place in short rows: their layers raise, or pass on arrays
     without elements. Where every length has empty arrays, it is the first that can be traced.
-    Raises what ``trace`` raises of every length.
+    Raises what ``trace`` raises of every length, with a note that says so.
 
     >>> import jax, jax.numpy as jnp
     >>> def trace(length):
@@ -35,6 +35,10 @@ def typical_length(trace: Callable[[int], Any]) -> int:
         first = first or length
     if first is None:
         assert why is not None
+        why.add_note(
+            f"No length from {_LENGTHS[0]} to {_LENGTHS[-1]} can be traced for the dims of any "
+            "size that the inputs have. Pass example=, inputs of a length that the model takes."
+        )
         raise why
     return first
 
