@@ -3,7 +3,8 @@
 XLA ends the process where a program looks up along a dim that is split over one axis, by indices
 that are split over another one, while the axis of the stages is taken by hand: of values that are
 computed, as the scores of words, and from JAX 0.11 on of parameters too. So they are whole along
-that dim. The same holds of sorts and of writes at places, whose results are whole as well.
+that dim. The same holds of sorts, of writes at places and of operations that the table of
+primitives does not know, whose results are whole as well.
 
 Rows that move along the batch, as by ``jnp.flip`` or ``jnp.concatenate``, are exchanged by permutes
 of XLA, which wait for every device of the mesh; where a stage works by itself, the others never
@@ -13,7 +14,7 @@ branch, or in a loop that ends by a value, is whole in any case, for each stage 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +64,7 @@ def _cut(axes: Sequence[str], placement: Placement) -> reach.Cut:
 
 
 class _Edit:
-    """Lays out what look-ups along split dims read, and what shifts rows reads and makes."""
+    """Lays out what look-ups along split dims read, and what sorts, writes or moves them."""
 
     def __init__(self, placement: Placement, scope: reach.Scope, tables: set[Any]) -> None:
         self._mesh = placement.mesh.jax_mesh
@@ -79,9 +80,11 @@ class _Edit:
             if eqn.primitive.name in _SAME_ROWS and is_table:
                 self._tables.update(eqn.outvars)
             within = self._scope.inner.get(number)
-            axes = _axes_along(_looked_along, eqn, self._scope, within)
-            if is_table:
-                axes = axes - self._of_rows if _compat.aborts_on_split_tables() else frozenset()
+            axes = _axes_along(_looked_along, eqn, self._scope, within) - self._of_rows
+            if not is_table:
+                axes |= _axes_along(_looked_across, eqn, self._scope, within)
+            elif not _compat.aborts_on_split_tables():
+                axes = frozenset()
             moved = _axes_along(_ordered_along, eqn, self._scope, within)
             if eqn.primitive.name in _BY_VALUE:
                 moved |= _axes_along(_moved_along, eqn, self._scope, within)
@@ -149,22 +152,35 @@ def _looked_along(eqn: Any, scope: reach.Scope) -> frozenset[str]:
         return frozenset()
     dims, sizes = scope.of(eqn.invars[0]), eqn.params["slice_sizes"]
     along = eqn.params["dimension_numbers"].start_index_map
-    return frozenset().union(*(_axes_of(dims[dim]) for dim in along if sizes[dim] == 1))
+    return _axes_of_all(dims[dim] for dim in along if sizes[dim] == 1)
+
+
+def _looked_across(eqn: Any, scope: reach.Scope) -> frozenset[str]:
+    """The same, where other axes split the pieces that are found."""
+    along = _looked_along(eqn, scope)
+    if not along:
+        return along
+    dims, places = scope.of(eqn.invars[0]), eqn.params["dimension_numbers"].start_index_map
+    pieces = _axes_of_all(dim for at, dim in enumerate(dims) if at not in places)
+    return along if pieces - along else frozenset()
 
 
 def _ordered_along(eqn: Any, scope: reach.Scope) -> frozenset[str]:
-    """The axes that split dims along which an equation sorts, or writes at places, and all of those
-    of an operation that is not known, such as a linear solver."""
+    """The axes that split dims along which an equation sorts, or writes pieces that other axes
+    split, and all of those of an operation that is not known, such as a linear solver."""
     if eqn.primitive.name in _ORDERS:
         return _moved_along(eqn, scope)
     if _is_unknown(eqn):
-        return frozenset().union(*(_axes_of(dim) for atom in eqn.invars for dim in scope.of(atom)))
+        return _axes_of_all(dim for atom in eqn.invars for dim in scope.of(atom))
     if not eqn.primitive.name.startswith("scatter"):
         return frozenset()
     numbers = eqn.params["dimension_numbers"]
     (table, _, updates), along = map(scope.of, eqn.invars), numbers.inserted_window_dims
-    new = [dim for at, dim in enumerate(updates) if at not in numbers.update_window_dims]
-    return frozenset().union(*map(_axes_of, [*(table[dim] for dim in along), *new]))
+    places = [dim for at, dim in enumerate(updates) if at not in numbers.update_window_dims]
+    axes = _axes_of_all([*(table[dim] for dim in along), *places])
+    pieces = _axes_of_all(updates[at] for at in numbers.update_window_dims)
+    pieces |= _axes_of_all(dim for at, dim in enumerate(table) if at not in along)
+    return axes if pieces - axes else frozenset()
 
 
 def _is_unknown(eqn: Any) -> bool:
@@ -183,6 +199,10 @@ def _moved_along(eqn: Any, scope: reach.Scope) -> frozenset[str]:
             for place, dim in link.ins
         )
     )
+
+
+def _axes_of_all(dims: Iterable[reach.Dim]) -> frozenset[str]:
+    return frozenset().union(*map(_axes_of, dims))
 
 
 def _axes_of(dim: reach.Dim) -> frozenset[str]:
