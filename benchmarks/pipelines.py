@@ -65,6 +65,7 @@ def main() -> None:
     found = {"what": WHAT, **summary(rounds), "rounds": rounds, **load}
     if not asked.dry:
         report.save("pipelines", [found])
+        report.write_page()
     print(report.pipelines_table(found))
 
 
