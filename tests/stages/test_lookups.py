@@ -13,6 +13,7 @@ import pytest
 
 import meshwright as mw
 from meshwright import _compat
+from meshwright.jaxprs import reach
 from meshwright.stages import lookups
 
 WORDS = np.random.default_rng(1).integers(0, 16, [16, 4])
@@ -147,3 +148,22 @@ def test_what_moves_along_a_dim_that_is_split_in_a_stage_is_that_of_one_device(n
     assert float(staged_logs["loss"]) == pytest.approx(float(logs["loss"]), rel=1e-5)
     expected, actual = dict(state.params), dict(staged.unpadded(result).params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("pick", "whole"),
+    [
+        (lambda x, places: x[jnp.arange(4), places], set()),  # each row its own score
+        (lambda x, places: x[places], {"data"}),  # rows of pieces that another axis splits
+    ],
+)
+def test_rows_are_whole_where_they_are_found_across_another_axis(pick: Any, whole: set) -> None:
+    shapes = jax.ShapeDtypeStruct([4, 6], "float32"), jax.ShapeDtypeStruct([4], "int32")
+    jaxpr = jax.make_jaxpr(pick)(*shapes).jaxpr
+    rows, columns = (("data", 2),), (("model", 2),)
+    scope = reach.follow(jaxpr, [[rows, columns], [rows]])
+    found = [
+        lookups._axes_along(lookups._looked_across, eqn, scope, scope.inner.get(number))
+        for number, eqn in enumerate(jaxpr.eqns)
+    ]
+    assert set().union(*found) == whole
