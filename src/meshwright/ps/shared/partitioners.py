@@ -91,7 +91,7 @@ def checked_partitioner(partitioner: object) -> Partitioner | None:
 
     >>> checked_partitioner(None)
     """
-    if partitioner is None or callable(partitioner):
+    if partitioner is None or (callable(partitioner) and not isinstance(partitioner, type)):
         return cast("Partitioner | None", partitioner)
     raise ClusterError(
         f"partitioner must be called with a shape and a dtype; received {partitioner!r}. Use one "

@@ -144,9 +144,9 @@ class Variable:
         if self._home is None or self._home.has_servers_of(strategy):
             return ""
         return (
-            f"variable {self.name!r} was made by another strategy, {self._home!r}, and lies on its "
-            f"servers, which {strategy!r} does not use. Use it with that strategy and its "
-            "coordinator, or read() it and pass the value."
+            f"variable {self.name!r} was made by another strategy, and lies on servers that this "
+            "one does not use. Use it with that strategy and its coordinator, or read() it and "
+            "pass the value."
         )
 
     def _change(self, op: str, *arrays: np.ndarray) -> None:
@@ -361,11 +361,11 @@ def _checked_rule(rule: dict[str, Any]) -> dict[str, Any]:
     kind, params, seed = rule.get("kind"), rule["params"], rule["seed"]
     faults = []
     if not isinstance(kind, str):
-        faults.append(f"kind must be the name of an initializer, such as 'normal'; not {kind!r}.")
+        faults.append(f"kind must be a name, such as 'normal'; received {kind!r}.")
     if not isinstance(params, Mapping | None):
-        faults.append(f"params must be a mapping, such as {{'stddev': 0.1}}; not {params!r}.")
+        faults.append(f"params must be a mapping, such as {{'stddev': 0.1}}; received {params!r}.")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer | None):
-        faults.append(f"seed must be a whole number or None; not {seed!r}.")
+        faults.append(f"seed must be a whole number or None; received {seed!r}.")
     if faults:
         raise ArrayError("\n".join(f"an initializer's {fault}" for fault in faults))
     return {**rule, "seed": None if seed is None else int(seed)}
