@@ -143,10 +143,3 @@ def test_the_page_says_how_quiet_it_was(
         "",
         "Taken before it was recorded: ranking.",
     ]
-
-
-@pytest.mark.usefixtures("quiet")
-def test_the_page_is_made_of_the_results_that_are_there() -> None:
-    report = __import__("report")
-    page = (BENCHMARKS / "results" / "README.md").read_text(encoding="utf-8")
-    assert page == report.page_text(), "make it anew by report.write_page()"
