@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -214,6 +216,10 @@ def test_a_save_that_fails_is_told_at_the_next_one_and_spoils_nothing(
         checkpoints.save(2, state_of(w=np.zeros(2)))
         with pytest.raises(mw.CheckpointError, match="could not be written: No space left"):
             checkpoints.save(3, state_of(w=np.zeros(2)))
+        checkpoints.save(3, state_of(w=np.zeros(512)))
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
+        with pytest.raises(mw.CheckpointError, match=r"has 1 KiB left, and a checkpoint takes 4 K"):
+            checkpoints.wait()
     checkpoints.save(4, state_of(w=np.zeros(2)))
     assert [info.step for info in checkpoints.all] == [1, 4]
     checkpoints.close()

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..program import TrainState
+from ..units import bytes_text
 from . import files
 from .claims import claimed, is_held, make_directory, not_writable
 from .record import (
@@ -68,6 +70,7 @@ class Checkpoints:
         self.keep = keep
         self._thread: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
+        self._nbytes = 0  # of the one under way
         self._names: set[str] | None = None  # that are, or were, in the directory
 
     # Looking
@@ -112,7 +115,7 @@ class Checkpoints:
         state = rounded(state, dtype)
         path, arrays = self._new_path(step), tuple(describe(state))
         info = CheckpointInfo(path, step, arrays, layout, position, dict(notes or {}), dtype=dtype)
-        copies = snapshot(state)
+        copies, self._nbytes = snapshot(state), info.nbytes
         self._thread = self._thread or ThreadPoolExecutor(1, "meshwright-checkpoint")
         self._under_way = self._thread.submit(self._write, info, copies, late_notes, then)
 
@@ -145,8 +148,8 @@ class Checkpoints:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"a checkpoint in {self.directory} could not be written: {error} The ones before "
-                "are as they were."
+                f"a checkpoint in {self.directory} could not be written: {self._reason(error)} The "
+                "ones before are as they were."
             ) from error
 
     def abandon(self) -> None:
@@ -190,6 +193,16 @@ class Checkpoints:
     @functools.cached_property
     def _files(self) -> Any:
         return files.make_checkpointer()
+
+    def _reason(self, error: Exception) -> str:
+        """Why the last save failed: Orbax takes a page to say that a disk is full."""
+        free_bytes = shutil.disk_usage(self.directory).free
+        if free_bytes >= self._nbytes:
+            return str(error)
+        return (
+            f"its disk has {bytes_text(free_bytes)} left, and a checkpoint takes "
+            f"{bytes_text(self._nbytes)}. Free some space."
+        )
 
     def _new_path(self, step: int) -> Path:
         if self._names is None:
