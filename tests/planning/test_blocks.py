@@ -117,6 +117,15 @@ def with_long_skips(w, x):
     return jnp.mean((sum(actual) @ w["head"] - x) ** 2)
 
 
+def with_auxiliary_losses(w, x):
+    """As layers of experts add them, in the order of the layers."""
+    h, losses = x @ w["embed"], []
+    for weights in w["blocks"]:
+        h = block(weights, h)
+        losses.append(jnp.mean(h**2))
+    return jnp.mean((h @ w["head"] - x) ** 2) + 0.1 * sum(losses)
+
+
 def with_weight_decay(w, x):
     return loss(w, x) + sum(jnp.sum(block["up"] ** 2) for block in w["blocks"])
 
@@ -146,9 +155,10 @@ def test_blocks_that_lie_differently_are_all_compiled_and_the_report_says_so():
 # What is left is the model with fewer blocks
 
 
-def test_a_step_with_two_of_its_blocks_is_the_step_of_a_model_with_two():
+@pytest.mark.parametrize("loss", [loss, with_auxiliary_losses])
+def test_a_step_with_two_of_its_blocks_is_the_step_of_a_model_with_two(loss):
     optimizer = optax.chain(optax.clip_by_global_norm(1e9), optax.sgd(0.1, 0.9))
-    six, two = program(6, optimizer=optimizer), program(2, optimizer=optimizer)
+    six, two = (program(count, loss, optimizer=optimizer) for count in (6, 2))
     fewer = found(six)[0].with_blocks(2)
     small = abstract_step(two, BATCH, DATA)
     assert jax.tree.map(jnp.shape, fewer.state) == jax.tree.map(jnp.shape, small.state)

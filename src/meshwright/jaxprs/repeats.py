@@ -19,6 +19,7 @@ from .slices import reached, variables
 LEAST = 4  # copies, below which all are compiled
 _TRIED = 12
 _NOT_ALIKE = "equal blocks are not connected alike"
+_READ_ON = "what a block makes is read by more than the next one"
 
 Var = Any
 Place = tuple[int, int]  # an equation, and which of its results or operands
@@ -82,6 +83,22 @@ def repeated(
             return chain.repeated(), ""
         reason = reason or (chain.fault if chain.reads_weights else "")
     return None, reason
+
+
+def side_results(
+    jaxpr: Any, params: Collection[Var], changed: Mapping[Var, Var], least: int = LEAST
+) -> tuple[Run, tuple[Place, ...]] | None:
+    """A run that hangs together but for what is read after it, and the places of that in a copy.
+
+    Such are the auxiliary losses of layers of experts: each copy makes one, and their sum comes
+    after all copies. ``None`` if there is no such run, or nothing of the kind.
+    """
+    uses = _Uses(jaxpr)
+    for run in _runs(jaxpr, uses, max(2, least)):
+        chain = _Chain(jaxpr, run, uses, params, changed)
+        if chain.fault in ("", _READ_ON) and (places := chain.side_results()):
+            return run, places
+    return None
 
 
 # Candidates, by structure alone
@@ -153,6 +170,7 @@ class _Chain:
         self.differing: dict[Var, list[Var]] = {}  # likewise, what is not a copy's own
         self.outside: dict[Var, list[Var]] = {}  # likewise, all that is made outside of copies
         self.literals: list[list[Place]] = []
+        self.passed: set[Place] = set()  # what the next copy reads, by its place in a copy
         self.reads_weights = False
         self.fault = self._compare() or self._outside()
 
@@ -177,6 +195,8 @@ class _Chain:
 
     def _alike(self, atoms: list[Any]) -> str:
         first, *kinds = [self._kind(k, atom) for k, atom in enumerate(atoms)]
+        if kinds[0][0] == "before":
+            self.passed.add(kinds[0][1])
         if kinds[0][0] in ("here", "before"):
             pattern = kinds[0] if kinds[0][0] == "here" else ("outside", atoms[0])
             same = first == pattern and all(kind == kinds[0] for kind in kinds)
@@ -186,14 +206,18 @@ class _Chain:
         return self._from_outside(atoms)
 
     def _kind(self, copy: int, atom: Any) -> tuple[str, Any]:
-        producer = self.uses.producers.get(atom)
-        where = None if producer is None else self.run.copy_of(producer[0])
-        if producer is None or where is None:
+        where, inside = self._place(atom)
+        if where is None:
             return "outside", atom
         if where == copy or where == copy - 1:
-            inside = (producer[0] - self.run.start) % self.run.period
-            return ("here" if where == copy else "before"), (inside, producer[1])
+            return ("here" if where == copy else "before"), inside
         return "far", atom
+
+    def _place(self, atom: Any) -> tuple[int | None, Place]:
+        """Which copy makes it, if one does, and where in it."""
+        number, result = self.uses.producers.get(atom, (-1, 0))
+        inside = (number - self.run.start) % self.run.period, result
+        return (None if number < 0 else self.run.copy_of(number)), inside
 
     def _from_outside(self, per_copy: list[Var]) -> str:
         root = self._root(per_copy[1])
@@ -235,18 +259,33 @@ class _Chain:
 
     def _outside(self) -> str:
         """What reads more of the blocks than the results of the last one."""
-        mine = {var for copies in self.mine.values() for var in copies}
-        updates = {self.changed[var] for var in mine if var in self.changed}
-        results = [var for var in self.jaxpr.outvars if var not in updates and var not in mine]
-        eqns = self.jaxpr.eqns
-        outer = [*eqns[: self.run.start], *eqns[self.run.end :]]
-        readers = [variables(eqn.invars) for eqn in outer]
-        for read in (*readers, *([result] for result in variables(results))):
+        for read in self._reads_outside():
             for var in read:
-                producer = self.uses.producers.get(var)
-                where = None if producer is None else self.run.copy_of(producer[0])
+                where, _ = self._place(var)
                 if where is not None and where != self.run.count - 1:
-                    return "what a block makes is read by more than the next one"
-                if len(read) > 1 and where is None and self._root(var) in mine:
+                    return _READ_ON
+                if len(read) > 1 and where is None and self._root(var) in self._own:
                     return "weights of blocks are read outside of them too"
         return ""
+
+    def side_results(self) -> tuple[Place, ...]:
+        """Places in a copy of what is read after all copies, and not passed on by the last one."""
+        last, places = self.run.count - 1, dict[Place, None]()
+        for read in self._reads_outside():
+            for copy, inside in map(self._place, read):
+                if copy is not None and (copy != last or inside not in self.passed):
+                    places[inside] = None
+        return tuple(places)
+
+    def _reads_outside(self) -> Iterator[list[Var]]:
+        """What each equation outside of the copies reads, and the results but for their state."""
+        eqns = self.jaxpr.eqns
+        for eqn in (*eqns[: self.run.start], *eqns[self.run.end :]):
+            yield variables(eqn.invars)
+        updates = {self.changed[var] for var in self._own if var in self.changed}
+        results = [var for var in self.jaxpr.outvars if var not in updates and var not in self._own]
+        yield from ([result] for result in variables(results))
+
+    @functools.cached_property
+    def _own(self) -> set[Var]:
+        return {var for copies in self.mine.values() for var in copies}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -478,13 +478,22 @@ def weights_of(program: Program, traced: Traced) -> tuple[ParamInfo, ...]:
 def _blocks(traced: Traced, placement: Placement, pipeline: Pipeline) -> Blocks:
     """The equal blocks of a loss, in the first form of it that has any."""
     least, errors = placement.mesh[pipeline.axis] * pipeline.repeats, list[PipelineError]()
-    for form in filter(None, (traced.written_out, traced)):
-        for moves in (False, True):
-            try:
-                return Blocks.of(form.with_little_first() if moves else form, least)
-            except PipelineError as error:
-                errors.append(error)
+    for form in _forms(traced):
+        try:
+            return Blocks.of(form, least)
+        except PipelineError as error:
+            errors.append(error)
     raise errors[0]
+
+
+def _forms(traced: Traced) -> Iterator[Traced]:
+    """The loss in all forms in which its blocks may be equal, those that cost least first."""
+    forms = list[Traced]()
+    for form in filter(None, (traced.written_out, traced)):
+        for as_read in (form, form.with_little_first()):
+            forms.append(as_read)
+            yield as_read
+    yield from filter(None, (form.with_gathered_results() for form in forms))
 
 
 def _deal(program: Program, blocks: Blocks, placement: Placement, pipeline: Pipeline) -> Deal:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..jaxprs.gathered import read_instead, with_gathered_results
 from ..jaxprs.slices import Var, needed, variables
 from ..program import Aux, Batch, Program, TrainState
 
@@ -93,6 +94,22 @@ class Traced:
             (rest if is_late else first).append(eqn)
             late.update(eqn.outvars if is_late else ())
         return self._with([*first, *rest])
+
+    def with_gathered_results(self) -> Traced | None:
+        """The same, where blocks pass on small results that are read after all of them; ``None``
+        if there are none."""
+        params = frozenset(v for v, (part, _) in self.arguments.items() if part == "params")
+        changed = {v: self.state[p] for v, (part, p) in self.arguments.items() if part == "state"}
+        result = with_gathered_results(self.closed.jaxpr, params, changed, least=2)
+        if result is None:
+            return None
+        jaxpr, instead = result
+        (loss,) = read_instead([self.loss], instead)
+        state, metrics, logs = [
+            dict(zip(of, read_instead([*of.values()], instead), strict=True)) for of in self.results
+        ]
+        closed = self.closed.replace(jaxpr=jaxpr)
+        return replace(self, closed=closed, loss=loss, state=state, metrics=metrics, logs=logs)
 
     def with_variables(self, places: Sequence[tuple[int, int]]) -> Traced:
         """The same, where literals are constants; ``places`` are equations and their operands."""

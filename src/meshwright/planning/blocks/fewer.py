@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import jax
 
 from ...jaxprs.edits import traced
-from ...jaxprs.repeats import LEAST, NO_RUN, Run, repeated
+from ...jaxprs.repeats import LEAST, NO_RUN, Repeated, Run, repeated
 from ...jaxprs.scopes import layer_of
 from ...layouts.params import ParamInfo, Placed
 from ...program import Arrays, Aux, Batch, Program, TrainState, shapes_of
 from ..abstract_step import AbstractStep
-from .traced import TracedLoss, evaluated, shortened, training_loss
+from .traced import TracedLoss, evaluated, shortened
 
 Paths = tuple[str, ...]
 
@@ -74,15 +74,17 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
 
 class RepeatedBlocks(NamedTuple):
     """Equal blocks in the trace of a step: the paths of each of their variables by block, trained
-    or not, and the name scopes of each block."""
+    or not, and the name scopes of each block. ``gathers`` is whether blocks are equal where they
+    pass on what is read after all of them."""
 
     run: Run
     rows: tuple[Paths, ...]
     layers: tuple[Paths, ...]
+    gathers: bool
 
     def reduced(self, described: AbstractStep) -> tuple[Reduced | None, str]:
         """What makes that step smaller, or ``None`` and why the blocks do not train alike."""
-        program, run, rows = described.program, self.run, self.rows
+        program, rows = described.program, self.rows
         if differ := _differ(program, rows):
             return None, differ
         twins = _Twins.of(program, rows)
@@ -90,7 +92,7 @@ class RepeatedBlocks(NamedTuple):
             return None, "equal blocks are laid out differently"
 
         def with_blocks(count: int) -> AbstractStep:
-            return replace(described, program=_shorter(program, twins, run, count))
+            return replace(described, program=_shorter(program, twins, self, count))
 
         return Reduced(tuple(zip(*rows, strict=True)), self.layers, with_blocks), ""
 
@@ -105,7 +107,10 @@ def repeated_in(described: AbstractStep, least: int) -> tuple[RepeatedBlocks | N
     batch = described.batch[0] if described.how.batches > 1 else described.batch
     trace = program.under(described.placement, functools.partial(TracedLoss.of, program))
     loss: TracedLoss = trace(TrainState(*map(shapes_of, program.parts)), _shapes(batch))
-    repeats, reason = repeated(loss.jaxpr, loss.params, loss.changed)
+    repeats, reason = _repeated(loss)
+    gathered = loss.with_gathered_results() if repeats is None else None
+    if gathered is not None:
+        loss, (repeats, _) = gathered, _repeated(gathered)
     if repeats is None or repeats.run.count < least:
         return None, reason
     rows = [[loss.paths.get(var) for var in row] for row in repeats.own]
@@ -113,7 +118,12 @@ def repeated_in(described: AbstractStep, least: int) -> tuple[RepeatedBlocks | N
     of_all = tuple(row for row in named if len(row) == repeats.run.count)  # others are constants
     if not of_all:
         return None, "equal blocks have no variables of their own"
-    return RepeatedBlocks(repeats.run, of_all, _layers(loss.jaxpr, repeats.run)), ""
+    layers = _layers(loss.closed.jaxpr, repeats.run)
+    return RepeatedBlocks(repeats.run, of_all, layers, gathered is not None), ""
+
+
+def _repeated(loss: TracedLoss) -> tuple[Repeated | None, str]:
+    return repeated(loss.closed.jaxpr, loss.params, loss.changed)
 
 
 def _differ(program: Program, rows: Sequence[Paths]) -> str:
@@ -161,7 +171,7 @@ class _Twins:
         return {path: row[count - 1] for row in self.rows for path in row[count:]}
 
 
-def _shorter(program: Program, twins: _Twins, run: Run, count: int) -> Program:
+def _shorter(program: Program, twins: _Twins, blocks: RepeatedBlocks, count: int) -> Program:
     """The Program with the first ``count`` of its blocks.
 
     Functions of all variables get those of the last block that is there in place of each that is
@@ -181,12 +191,17 @@ def _shorter(program: Program, twins: _Twins, run: Run, count: int) -> Program:
         return {path: value for path, value in values.items() if path not in left_out}
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
-        args = all_of(program.params, params), whole_of(whole)._replace(params={}), batch
-        closed, tree = traced(training_loss(program, training), *args)
-        closed = shortened(closed, run, count)
+        state = whole_of(whole)._replace(params=all_of(program.params, params))
+        trace: TracedLoss | None = TracedLoss.of(program, state, batch, training)
+        if blocks.gathers:
+            trace = trace.with_gathered_results()
+        assert trace is not None  # as when it was looked at
+        closed = shortened(trace.closed, blocks.run, count)
+        tree = jax.tree.structure(trace.results)
         value, aux = jax.tree.unflatten(tree, closed.jaxpr.outvars)
         shorter = value, aux._replace(state=fewer(aux.state))
-        results = evaluated(closed, jax.tree.leaves(shorter), args, run)
+        args = state.params, state._replace(params={}), batch
+        results = evaluated(closed, jax.tree.leaves(shorter), args, blocks.run)
         return jax.tree.unflatten(jax.tree.structure(shorter), results)
 
     def update(params: Arrays, grads: Arrays, slots: Arrays) -> tuple[Arrays, Arrays]:

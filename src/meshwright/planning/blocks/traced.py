@@ -6,16 +6,17 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 
 from ...jaxprs.edits import traced
+from ...jaxprs.gathered import with_gathered_results
 from ...jaxprs.repeats import Run, Var
 from ...jaxprs.slices import variables
-from ...program import Program, TrainState
+from ...program import Aux, Program, TrainState
 from .marks import mark_of
 
 
@@ -58,7 +59,7 @@ def _key(atom: Any) -> Any:
 
 
 def shortened(closed: Any, run: Run, count: int) -> Any:
-    """The same with the first ``count`` blocks of a run, after which goes on what came after all.
+    """A jaxpr with the first ``count`` blocks of a run, after which goes on what came after all.
 
     The blocks between are still there, and nothing reads them.
     """
@@ -84,28 +85,42 @@ def shortened(closed: Any, run: Run, count: int) -> Any:
 @dataclass(frozen=True, eq=False)
 class TracedLoss:
     """The training loss of a Program. ``paths`` are those of arguments that are parameters or
-    state; ``changed`` says which result an argument becomes."""
+    state; ``changed`` says which result an argument becomes. ``results`` are the variables of the
+    loss and what comes with it."""
 
-    jaxpr: Any
+    closed: Any
+    results: tuple[Any, Aux]
     paths: Mapping[Var, str]
     params: Collection[Var]
     changed: Mapping[Var, Var]
 
     @classmethod
-    def of(cls, program: Program, state: TrainState, batch: Any) -> TracedLoss:
+    def of(
+        cls, program: Program, state: TrainState, batch: Any, training: bool = True
+    ) -> TracedLoss:
         """Of arrays, or shapes, such as a step takes."""
         args = state.params, state._replace(params={}), batch
-        closed, results = traced(training_loss(program), *args)
-        jaxpr = closed.jaxpr
-        params, whole, _ = jax.tree.unflatten(jax.tree.structure(args), jaxpr.invars)
-        _, aux = jax.tree.unflatten(results, jaxpr.outvars)
+        closed, tree = traced(training_loss(program, training), *args)
+        params, whole, _ = jax.tree.unflatten(jax.tree.structure(args), closed.jaxpr.invars)
+        value, aux = jax.tree.unflatten(tree, closed.jaxpr.outvars)
         values = {**params, **whole.state}
         return cls(
-            jaxpr=jaxpr,
+            closed=closed,
+            results=(value, aux),
             paths={var: path for path, var in values.items()},
             params=frozenset(params.values()),
             changed={whole.state[path]: var for path, var in aux.state.items()},
         )
+
+    def with_gathered_results(self) -> TracedLoss | None:
+        """The same, where blocks pass on small results that are read after all of them; ``None``
+        if there are none."""
+        result = with_gathered_results(self.closed.jaxpr, self.params, self.changed)
+        if result is None:
+            return None
+        jaxpr, _ = result
+        results = jax.tree.unflatten(jax.tree.structure(self.results), jaxpr.outvars)
+        return replace(self, closed=self.closed.replace(jaxpr=jaxpr), results=results)
 
 
 def training_loss(program: Program, training: bool = True) -> Callable[..., Any]:

@@ -1,0 +1,100 @@
+"""Small results of equal blocks that are read after all of them, passed on from block to block.
+
+Layers of experts make an auxiliary loss each, and the model adds them all: a block makes more than
+the next one reads, and the blocks do not form a chain. Here they pass on one array of such results
+as well. Each drops the first entry and appends its own, so that all blocks do the same, and after
+the last one every result is in its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .repeats import LEAST, Var, side_results
+
+_LITTLE_BYTES = 2**10  # of such results of one block: each passes on those of all
+
+
+def with_gathered_results(
+    jaxpr: Any, params: Collection[Var], changed: Mapping[Var, Var], least: int = LEAST
+) -> tuple[Any, dict[Var, Var]] | None:
+    """An open jaxpr whose equal blocks pass such results on, and what is read in place of them.
+
+    ``None`` if there are none. The arguments are those of
+    :func:`~meshwright.jaxprs.repeats.repeated`.
+    """
+    sides = side_results(jaxpr, params, changed, least)
+    if sides is None:
+        return None
+    run, places = sides
+    eqns = jaxpr.eqns
+    rows = [[eqns[at + number].outvars[result] for at in run.starts] for number, result in places]
+    if sum(_nbytes(row[0]) for row in rows) > _LITTLE_BYTES:
+        return None
+    gathered = list(map(_Gathered.of, rows))
+    instead = {var: entry for of in gathered for var, entry in of.entries.items()}
+    new = [*eqns[: run.start], *(eqn for of in gathered for eqn in of.before)]
+    for copy, at in enumerate(run.starts):
+        new += eqns[at : at + run.period]
+        new += (eqn for of in gathered for eqn in of.within[copy])
+    new += (eqn for of in gathered for eqn in of.after)
+    new += (eqn.replace(invars=read_instead(eqn.invars, instead)) for eqn in eqns[run.end :])
+    return jaxpr.replace(eqns=new, outvars=read_instead(jaxpr.outvars, instead)), instead
+
+
+def read_instead(atoms: Sequence[Any], instead: Mapping[Var, Var]) -> list[Any]:
+    """The atoms, with others in place of some variables."""
+    return [atom if hasattr(atom, "val") else instead.get(atom, atom) for atom in atoms]
+
+
+@dataclass(frozen=True, eq=False)
+class _Gathered:
+    """The equations before all blocks, at the end of each, and after all, that gather one result of
+    each block; ``entries`` are what is read in place of these results."""
+
+    before: list[Any]
+    within: list[list[Any]]
+    after: list[Any]
+    entries: dict[Var, Var]
+
+    @classmethod
+    def of(cls, row: Sequence[Var]) -> _Gathered:
+        aval = row[0].aval
+        # A dim of one comes first: where rows are split, what a block passes on is along its first.
+        empty = jax.ShapeDtypeStruct((1, len(row), *aval.shape), aval.dtype)
+        before, (array,) = _equations(lambda: [jnp.zeros(empty.shape, empty.dtype)])
+        within = list[list[Any]]()
+        for var in row:
+            eqns, (array,) = _equations(_appended, array, var)
+            within.append(eqns)
+        after, entries = _equations(_entries, array)
+        return cls(before, within, after, dict(zip(row, entries, strict=True)))
+
+
+def _appended(array: Any, value: Any) -> list[Any]:
+    rest = jax.lax.slice_in_dim(array, 1, array.shape[1], axis=1)
+    return [jax.lax.concatenate([rest, jax.lax.expand_dims(value, (0, 1))], 1)]
+
+
+def _entries(array: Any) -> list[Any]:
+    entries = jax.lax.split(array, [1] * array.shape[1], axis=1)
+    return [jax.lax.squeeze(entry, (0, 1)) for entry in entries]
+
+
+def _equations(function: Callable[..., list[Any]], *reads: Var) -> tuple[list[Any], list[Var]]:
+    """The equations of a function of these variables, and its results."""
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in reads]
+    jaxpr = jax.make_jaxpr(lambda *values: function(*values))(*shapes).jaxpr
+    instead = dict(zip(jaxpr.invars, reads, strict=True))
+    eqns = [eqn.replace(invars=read_instead(eqn.invars, instead)) for eqn in jaxpr.eqns]
+    return eqns, list(jaxpr.outvars)
+
+
+def _nbytes(var: Var) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
