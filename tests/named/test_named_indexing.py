@@ -250,3 +250,21 @@ def test_indices_are_whole_numbers(name: str) -> None:
     }
     with pytest.raises(mw.ArrayError, match=f"{name}: the indices are of type float32.*int32"):
         calls[name]()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_indices_of_few_bits_reach_every_row(dtype: str) -> None:
+    """A dim of 256 has no size in uint8: compared in these bits, every index was out of range."""
+    ids = np.array([3, 100], dtype)
+    table = np.arange(256, dtype="float32")
+    x, i = mn.named(table, "vocab:256"), mn.named(ids, "batch:2")
+    np.testing.assert_array_equal(indexing.gather(x, i, "vocab").array, table[ids])
+    added = indexing.scatter_add(x, i, 1.0, "vocab").array - table
+    np.testing.assert_array_equal(np.flatnonzero(added), ids)
+
+
+def test_what_is_taken_from_nothing_is_zero() -> None:
+    x = mn.named(np.zeros([2, 0, 3], "float32"), "batch:2 vocab:0 io:3")
+    taken = indexing.gather(x, mn.named([0, 1], "length:2"), "vocab")
+    assert taken.shape == {"batch": 2, "length": 2, "io": 3}
+    assert not np.any(taken.array)

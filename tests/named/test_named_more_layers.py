@@ -168,6 +168,13 @@ def test_rows_of_an_adaptive_vocabulary_are_those_of_its_clusters() -> None:
     np.testing.assert_allclose(np.exp(logits.array).sum(-1), 1, rtol=1e-5)
 
 
+def test_an_adaptive_vocabulary_takes_bytes() -> None:
+    layer = layers.AdaptiveVocabulary("vocab:300", "d_model:8", cuts=(100,))
+    params = layer.init(jax.random.key(0))
+    few_bits, enough = (layer(params, mn.arange("length:256", dtype=t)) for t in ("uint8", "int32"))
+    np.testing.assert_array_equal(few_bits, enough)
+
+
 def test_no_array_of_local_attention_in_images_is_of_all_positions_twice() -> None:
     layer = layers.Attention("d_model:8", "heads:2", "d_kv:4", radius=2, length="height width")
     x = jax.ShapeDtypeStruct((32, 32, 8), jnp.float32)

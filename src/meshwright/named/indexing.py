@@ -157,13 +157,16 @@ def _at(x: NamedArray, dim: Dim, at: Any) -> NamedArray:
 
 
 def whole_numbers(x: Any, what: str) -> NamedArray:
-    """The array, if it holds whole numbers. Raises :class:`ArrayError` if not."""
+    """The array in 32 bits at least, if it holds whole numbers. Raises :class:`ArrayError` if not.
+
+    The size of a dim need not fit into fewer: of uint8 the size 256 would be 0.
+    """
     x = as_named(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ArrayError(
             f"{what} are of type {x.dtype}, not whole numbers; cast(..., 'int32') makes them so."
         )
-    return x
+    return NamedArray(x.array.astype(jnp.int32), x.dims) if x.dtype.itemsize < 4 else x
 
 
 class _Places:
@@ -200,6 +203,9 @@ def _over(function: Callable[..., Any], shared: int) -> Callable[..., Any]:
 
 def _rows_at(array: Any, numbers: Any, shared: int, position: int) -> Any:
     def take(array: Any, numbers: Any) -> Any:
+        if not array.shape[position]:  # JAX refuses to take anything from nothing
+            shape = (*array.shape[:position], *numbers.shape, *array.shape[position + 1 :])
+            return jnp.zeros(shape, array.dtype)
         return jnp.take(array, numbers, axis=position, mode="fill", fill_value=0)
 
     return _over(take, shared)(array, numbers)

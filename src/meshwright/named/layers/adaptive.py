@@ -12,7 +12,7 @@ from ...errors import DimError
 from ...layouts.dim_rules import Dim
 from ..array import NamedArray
 from ..elementwise import elementwise
-from ..indexing import index
+from ..indexing import index, whole_numbers
 from ..joining import concat
 from ..operation import operation
 from ..reductions import log_softmax, logsumexp
@@ -124,6 +124,7 @@ class AdaptiveVocabulary:
 @operation
 def _embedded(layer: AdaptiveVocabulary, params: Params, ids: NamedArray) -> NamedArray:
     """The sum over clusters: a number that is outside of one has a row of zeros there."""
+    ids = whole_numbers(ids, "AdaptiveVocabulary: the ids")
     x = layer._head(params["head"], ids)
     for begin, (name, tail) in zip(layer.cuts, layer._tails.items(), strict=True):
         x = x + tail(params[name], ids - begin)
