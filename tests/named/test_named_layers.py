@@ -231,6 +231,17 @@ def test_sigmoid_cross_entropy_of_large_logits_is_finite() -> None:
 
 def test_a_mean_over_nothing_is_zero() -> None:
     assert float(layers.weighted_mean(normal("batch:4"), mn.named(np.zeros(4), "batch:4"))) == 0
+    assert float(layers.weighted_mean(mn.named([], "batch:0"), mn.named([], "batch:0"))) == 0
+
+
+def test_a_mean_by_weights_of_another_type_or_of_more_dims() -> None:
+    weights = mn.named([0.5, 0.25, 0.25], "batch:3")
+    for values in ([2, 4, 8], [True, False, True]):
+        mean = layers.weighted_mean(mn.named(values, "batch:3"), weights)
+        assert float(mean) == np.average(values, weights=weights.array)
+    finer = mn.named([[1.0, 0.0], [2.0, 1.0], [0.0, 0.0]], "batch:3 length:2")
+    mean = layers.weighted_mean(mn.named([2.0, 4.0, 8.0], "batch:3"), finer)
+    assert float(mean) == (2 + 3 * 4) / 4
 
 
 SCALES = [("inputs", 64), ("outputs", 256), ("both", 160)]

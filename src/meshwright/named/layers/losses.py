@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 
 from ...errors import DimError
@@ -82,9 +84,11 @@ def weighted_mean(values: NamedArray, weights: NamedArray | None = None) -> Name
     """
     if weights is None:
         return reduce_mean(values)
-    weights = in_dtype(weights, values.dtype)
-    share = values.size // weights.size  # how many values share a weight
-    return reduce_sum(values * weights) / maximum(share * reduce_sum(weights), 1e-9)
+    of = values.dtype
+    values, weights = widened(values), widened(weights)
+    share = math.prod(dim.size for dim in values.dims if dim not in weights.dims)  # of a weight
+    mean = reduce_sum(values * weights) / maximum(share * reduce_sum(weights), 1e-9)
+    return in_dtype(mean, of) if jnp.issubdtype(of, jnp.floating) else mean
 
 
 def _fit_targets(logits: NamedArray, targets: NamedArray, vocab: Dim) -> None:
