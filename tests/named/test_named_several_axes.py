@@ -75,3 +75,28 @@ def test_a_convolution_takes_a_batch_along_several_axes_and_windows_along_one():
         pytest.raises(mw.LayoutError, match=r"dim 't' lies along 2 axes \(rows\+cols\)"),
     ):
         convolved()
+
+
+RENAMED = {
+    "a sum that is scattered": ("batch:8 io:8", "rows:cols;io:cols", {"batch": "rows"}),
+    "rows that are gathered": ("rows:8 io:8", "rows:cols;hidden:cols", {"rows": "batch"}),
+}
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_sums_of_bfloat16_on_a_mesh_with_a_further_axis(name):
+    """XLA's CPU compiler ends the process at such sums, in gradients too."""
+    dims, rules, names = RENAMED[name]
+    operands = [mn.cast(array(text, 0), "bfloat16") for text in (dims, "io:8 hidden:8")]
+
+    def loss(x, w):
+        return mn.reduce_sum(mn.cast(mn.einsum([x, w], rename=names), "float32") ** 2)
+
+    slopes = mn.grad(loss, argnums=(0, 1))
+    expected = slopes(*operands)
+    with mn.rules(rules, mw.create_mesh(MESH), strict=False):
+        actual = jax.jit(slopes)(*operands)
+    for one, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(
+            *(np.asarray(x.array, "float32") for x in (one, other)), 0.02, 0.1
+        )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -62,7 +63,21 @@ def on_pieces(
     if axes:
         specs = tuple(_spec(x.dims, split) for x in xs), tuple(_spec(dims, after) for dims in outs)
         call = _sharded(function, tuple(options.items()), current_mesh(), axes, *specs)
+        in_part = not axes.issuperset(current_mesh().axes) and current_mesh().platform == "cpu"
+        if in_part and any(array.dtype == jnp.bfloat16 for array in arrays):
+            call = functools.partial(_in_32_bits, call)
     return [NamedArray(array, dims) for array, dims in zip(call(*arrays), outs, strict=True)]
+
+
+def _in_32_bits(call: Callable[..., Sequence[Any]], *arrays: Any) -> list[Any]:
+    """The results of a call, of which bfloat16 arrays are float32 inside.
+
+    XLA's CPU compiler ends the process at sums of bfloat16 over some axes of a mesh, which
+    gradients have where there are none forward.
+    """
+    results = jax.eval_shape(call, *arrays)
+    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    return [y.astype(one.dtype) for y, one in zip(call(*wide), results, strict=True)]
 
 
 def held_whole(x: NamedArray, name: str) -> NamedArray:
