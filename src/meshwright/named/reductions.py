@@ -12,7 +12,6 @@ from ..errors import ArrayError, DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of, words_of
 from .array import NamedArray, as_named, find, position
 from .operation import example, named_operation, operation
-from .rules import in_force
 
 Over = str | Dim | Iterable[str | Dim] | None  # dims to reduce; none means every one
 
@@ -83,14 +82,12 @@ def ordered(x: Any, what: str) -> NamedArray:
 
 def _extreme(name: str, function: Callable[..., Any], x: NamedArray, over: Over) -> NamedArray:
     """The largest or smallest element, or NaN where one is."""
-    bound, along = in_force(), dims_over(x.dims, over)
-    if empty := [dim for dim in along if not dim.size]:
+    if empty := [dim for dim in dims_over(x.dims, over) if not dim.size]:
         raise DimError(f"{name}: {text_of(empty)} has no elements.")
-    cut = bound is not None and any(bound.rules.axes(dim.name) for dim in along)
-    if not cut or not jnp.issubdtype(x.dtype, jnp.floating):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
         return reduced(function, x, over)
 
-    def of(array: Any, axis: Any) -> Any:  # XLA's collectives on CPUs leave NaN out
+    def of(array: Any, axis: Any) -> Any:  # XLA leaves NaN out on CPUs
         is_missing = jnp.any(jnp.isnan(array), axis=axis)
         return jnp.where(is_missing, jnp.asarray(jnp.nan, x.dtype), function(array, axis=axis))
 
