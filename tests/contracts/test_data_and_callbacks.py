@@ -174,6 +174,35 @@ def test_a_callback_does_what_it_does_in_keras(
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+def _gives_another_optimizer(model: keras.Model) -> None:
+    other = keras.optimizers.SGD(0.0)
+    other.build(model.trainable_variables)  # as Keras itself needs
+    model.optimizer = other
+
+
+def _freezes_a_layer(model: keras.Model) -> None:
+    model.layers[0].trainable = False
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(_gives_another_optimizer, "optimizer"), (_freezes_a_layer, "list of trainable variables")],
+)
+def test_a_callback_cannot_change_what_fit_trains_by(
+    change: Callable[[keras.Model], None], says: str, hook: str
+) -> None:
+    strategy = sharded()
+    model = made(strategy, build)
+    callback = callbacks.Callback()
+    setattr(callback, hook, lambda at, logs=None: change(model))
+    with pytest.raises(mw.ModelError, match=f"another {says} while fit trained it"):
+        strategy.fit(
+            model, X, Y, batch_size=16, epochs=2, verbose=0, nan_guard="off", callbacks=[callback]
+        )
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
 @pytest.mark.full
 def test_history_belongs_to_the_model() -> None:
     strategy = sharded()

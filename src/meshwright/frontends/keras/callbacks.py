@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import keras
 import numpy as np
 
 from ... import _compat
+from ...errors import ModelError
 from ...program import Logs
 from ...run.epochs import Callbacks
 from ...run.logs import as_json, history_from_json
@@ -67,6 +69,39 @@ def others(callbacks: keras.callbacks.CallbackList) -> dict[str, Any]:
     }
 
 
+class Trained:
+    """What the steps of one ``fit`` were made for; a callback cannot change it under way."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._before = self._parts()
+
+    def check(self) -> None:
+        """Raise :class:`ModelError` where the model has something else now."""
+        now = self._parts()
+        changed = [part for part in now if not _same(now[part], self._before[part])]
+        if changed:
+            raise ModelError(
+                f"a callback gave model {self._model.name!r} another {changed[0]} while fit "
+                "trained it, and fit would go on with the one that it began with. Make the change "
+                "between two calls of fit: initial_epoch= goes on with the count of epochs."
+            )
+
+    def _parts(self) -> dict[str, tuple[Any, ...]]:
+        optimizer, loss, metrics = _compat.compile_token(self._model)
+        return {
+            "optimizer": (optimizer,),
+            "loss": (loss,),
+            "list of metrics": (metrics,),
+            "list of trainable variables": tuple(self._model.trainable_variables),
+            "list of variables of the optimizer": tuple(optimizer.variables),
+        }
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
 class KerasCallbacks(Callbacks):
     """Calls Keras' callbacks for a :class:`~meshwright.run.epochs.Run`.
 
@@ -80,6 +115,7 @@ class KerasCallbacks(Callbacks):
     def __init__(self, model: keras.Model, callbacks: keras.callbacks.CallbackList) -> None:
         self._model, self._list = model, callbacks
         self._fresh: dict[str, dict[str, Any]] = {}
+        self._trained = Trained(model)
 
     @property
     def stop(self) -> bool:
@@ -105,6 +141,7 @@ class KerasCallbacks(Callbacks):
     def begin_epoch(self, epoch: int) -> None:
         self._model.reset_metrics()
         self._list.on_epoch_begin(epoch)
+        self._trained.check()
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         self._list.on_epoch_end(epoch, logs)
