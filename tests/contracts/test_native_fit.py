@@ -153,6 +153,26 @@ def test_both_ways_take_turns_on_one_model() -> None:
     assert str(model.layers[0].kernel.layout.unbound()) == "[unsharded, model]"
 
 
+@pytest.mark.parametrize("call", ["fit", "train_on_batch"])
+@pytest.mark.parametrize("is_built", [True, False])
+def test_keras_own_loops_lay_out_what_was_made_outside_of_the_scope(
+    is_built: bool, call: str
+) -> None:
+    gone_through = []
+    for strategy in (OneDevice(), sharded()):
+        keras.utils.set_random_seed(5)
+        first = [keras.Input([12])] if is_built else []
+        model = keras.Sequential([*first, keras.layers.Dense(8, name="hidden")])
+        for optimizer in ("sgd", "adam"):
+            model.compile(optimizer, "mse", metrics=["mae"])
+            with strategy.scope():
+                getattr(model, call)(X[:32], X[:32, :8])
+                measured = model.evaluate(X[:32], X[:32, :8])
+        gone_through.append([*model.get_weights(), *measured])
+    for ours, theirs in zip(*gone_through, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
+
+
 def on_batches(model: keras.Model) -> list[Any]:
     """What Keras' methods for single batches return, also for batches that do not divide."""
     rows, odd = slice(0, 16), slice(16, 26)

@@ -62,6 +62,10 @@ class KerasHooks(Protocol):
         ends well leaves no two variables in one memory."""
         ...
 
+    def lay_out_model(self, model: Any) -> None:
+        """Before any of these: a model may have been built or compiled for other devices."""
+        ...
+
     def in_keras(self) -> contextlib.AbstractContextManager[None]:
         """Around these and their relatives for one batch: Keras itself calls the model."""
         ...
@@ -204,10 +208,12 @@ class _Around:
     def guarded(self, original: Any, model: Any, *args: Any, **kw: Any) -> Any:
         if _asked.get() is model:
             raise _HandedOn(inspect.signature(original).bind(model, *args, **kw).arguments)
+        self.hooks.lay_out_model(model)
         with self.hooks.keep_weights(model), self.hooks.in_keras():
             return original(model, *args, **kw)
 
     def called(self, original: Any, model: Any, *args: Any, **kw: Any) -> Any:
+        self.hooks.lay_out_model(model)
         with self.hooks.in_keras():
             return original(model, *args, **kw)
 

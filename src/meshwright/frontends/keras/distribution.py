@@ -109,6 +109,10 @@ class LaidOut(_Distribution):
                 "on a batch first, or build it inside strategy.scope()."
             )
         self._inspect(model)
+        self.place_so_far(model)
+
+    def place_so_far(self, model: keras.Model) -> None:
+        """The same for the variables that a model has now; of one that is not built, a few."""
         everywhere = self._placed(model)
         room = WaitingRoom(self._place_new, self._models)
         room.note_model(model)

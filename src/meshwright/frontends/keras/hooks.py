@@ -151,8 +151,21 @@ class Hooks:
                     _compat.restore_value(variable, value)
             raise
 
+    def lay_out_model(self, model: Any) -> None:
+        distribution: Any = keras.distribution.distribution()
+        if not _is_ours(distribution):
+            return
+        here = set(distribution.mesh.bound_devices())
+        if any(_lies_elsewhere(variable, here) for variable in variables_of(model)):
+            (distribution.place if model.built else distribution.place_so_far)(model)
+
     def in_keras(self) -> contextlib.AbstractContextManager[None]:
         return scoped(_in_keras, True)
+
+
+def _lies_elsewhere(variable: Any, devices: set[Any]) -> bool:
+    value = _compat.raw_value(variable)
+    return isinstance(value, jax.Array) and value.sharding.device_set != devices
 
 
 def _value_text(array: np.ndarray) -> str:
