@@ -12,6 +12,7 @@ import pytest
 from keras import callbacks, layers
 from models import Batches
 from oracle import OneDevice, classifier, largest_gap, made, sharded, train, weights
+from scipy import sparse
 
 import meshwright as mw
 
@@ -76,6 +77,16 @@ def test_fit_reads_it_as_keras_does(data: Callable[[], dict[str, Any]]) -> None:
     assert len(actual.curve) == len(expected.curve)
     gap, path = largest_gap(actual.weights, expected.weights)
     assert gap <= 1e-6, path
+
+
+def test_rows_of_a_sparse_matrix_are_trained_on_together() -> None:
+    losses = []
+    for strategy in (sharded(), OneDevice()):
+        model = made(strategy, build)
+        rows = sparse.csr_matrix(X[:40])
+        trained = strategy.fit(model, rows, Y[:40], batch_size=8, shuffle=False, verbose=0)
+        losses.append(trained.history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 def _only(options: dict[str, Any]) -> dict[str, Any]:

@@ -49,11 +49,12 @@ def arrays_of(epochs: Any) -> tuple[Any, int, int]:
     The arrays are a tree like a batch, with a :class:`Readable` in place of each.
     """
     import keras
+    import numpy as np
     from keras.src.trainers.data_adapters import array_slicing
 
     def readable(sliceable: Any) -> Readable:
         def read(rows: Any) -> Any:
-            return sliceable.convert_to_numpy(sliceable[rows])
+            return np.asarray(sliceable.convert_to_numpy(sliceable[rows]))
 
         return Readable(read, tuple(sliceable.array.shape))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from scipy import sparse
 from training_models import RowsOfClasses, apart, data, dense
 
 import meshwright as mw
@@ -39,6 +40,8 @@ def test_arrays_are_cut_into_epochs_of_batches_in_another_order_each():
     assert again[4][0].tolist() == batches[4][0].tolist()
     with pytest.raises(mw.DataError, match="received 9, 10 rows"):
         ArrayBatches((x, x[:9]))
+    with pytest.raises(mw.DataError, match="a csr_matrix, which NumPy reads as one value"):
+        ArrayBatches((sparse.csr_matrix(np.eye(10)), x))
 
 
 @pytest.mark.parametrize("make", [lambda c: list("abcd"), lambda c: iter("abcd")])

@@ -202,7 +202,7 @@ class Epochs:
         return host
 
     def _epoch(self) -> Iterator[Any]:
-        batches = (batch for _, _, (batch, *_) in self._epochs.enumerate_epoch())
+        batches = (_unmatrixed(batch) for _, _, (batch, *_) in self._epochs.enumerate_epoch())
         if self._local:
             return map(LocalBatch, batches)
         return batches if self._arrays is None else map(self._numbered, batches)
@@ -335,6 +335,11 @@ class _ShardedEpochs:
 
     def reset(self) -> None:
         self._reading.begin(0)
+
+
+def _unmatrixed(batch: Any) -> Any:
+    """Keras makes rows of SciPy's sparse matrices ``np.matrix``, which cannot be stacked."""
+    return jax.tree.map(lambda v: np.asarray(v) if isinstance(v, np.matrix) else v, batch)
 
 
 def _copied(batch: Any) -> Any:

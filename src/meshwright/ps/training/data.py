@@ -34,6 +34,13 @@ class ArrayBatches:
         seed: int = 0,
     ) -> None:
         self._arrays = jax.tree.map(np.asarray, arrays)
+        for given, array in zip(*map(jax.tree.leaves, (arrays, self._arrays)), strict=True):
+            if not array.ndim:
+                raise DataError(
+                    f"expected arrays with rows; received a {type(given).__name__}, which NumPy "
+                    "reads as one value. Of a sparse matrix pass .toarray(), or batches of it from "
+                    "a function that workers call."
+                )
         lengths = {len(array) for array in jax.tree.leaves(self._arrays)}
         if len(lengths) != 1 or not min(lengths):
             raise DataError(
