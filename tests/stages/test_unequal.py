@@ -315,6 +315,24 @@ def test_stages_that_share_all_weights_have_the_gradients_of_one_device() -> Non
     assert_same(result, stepped(one, {"data": 1}))
 
 
+def test_whole_numbers_and_truths_that_layers_make_reach_the_loss_without_gradients() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        x, choices = batch["x"], list[Any]()
+        for name, kernel in sorted(params.items()):
+            x = jnp.tanh(x @ kernel)
+            choice = jnp.argmax(x.mean((1, 2)), 1)
+            choices.append(choice if name == "a" else choice > 0)
+        scale = jnp.asarray(1.0 + sum(choices))[:, None, None, None]
+        return jnp.mean(scale * (x[..., :1] - batch["y"]) ** 2)
+
+    draw = np.random.default_rng(1)
+    sizes = {"a": (2, 4), "b": (4, 6), "c": (6, 3)}
+    params = {name: draw.normal(size=dims).astype("float32") for name, dims in sizes.items()}
+    program = mw.jax_program(loss, params, KEEPS_GRADIENTS, batch=images())
+    result = stepped(program, {"stage": 2, "data": 2}, mw.Pipeline("stage", 2))
+    assert_same(result, stepped(program, {"data": 1}))
+
+
 def test_rows_are_gathered_once_and_not_for_each_of_their_arrays() -> None:
     params = {f"w{number}": np.zeros([128, 128], "float32") for number in range(16)}
     program = mw.jax_program(

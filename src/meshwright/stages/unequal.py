@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..program import Arrays, TrainState
 from .by_stage import from_row, packed_row
@@ -68,7 +69,7 @@ class UnequalPasses(Passes):
 
         loss, pull, more = jax.vjp(tail, y, has_aux=True)
         share = self._share if self._setting.takes_mean else 1.0
-        (gradient,) = pull(jax.numpy.asarray(share, loss.dtype))
+        gradient = _as_sent(pull(jax.numpy.asarray(share, loss.dtype))[0], y)
         more = iter(more)
         metrics, logs = ({path: next(more) for path in of} for of in (traced.metrics, traced.logs))
         state = dict(zip(segments.line.statistics, more, strict=True))
@@ -132,8 +133,8 @@ class UnequalPasses(Passes):
             values = [weights[names[at]] if at is not None else next(leaves) for at in own]
 
             def pull(values: list[Any], gradient: list[Any]) -> tuple[list[Any], Arrays]:
-                grads, x = tree.unflatten(values)(gradient)
-                return x, grads
+                grads, x = tree.unflatten(values)(_as_taken(gradient))
+                return _as_sent(x, gradient), grads
 
             x, grads = self._in_parts(pull)(values, gradient)
             return x, self._rows(stage, grads, weights)
@@ -241,3 +242,21 @@ class UnequalRunner(Runner):
 
     def _passes(self, setting: Setting, *values: Any) -> Passes:
         return UnequalPasses(setting, self.packing, self.segments, *values)
+
+
+def _as_taken(gradient: Sequence[Any]) -> list[Any]:
+    """A gradient as JAX takes it: whole numbers and truth values have none."""
+    return [
+        value
+        if jnp.issubdtype(value.dtype, jnp.inexact)
+        else np.zeros(value.shape, jax.dtypes.float0)
+        for value in gradient
+    ]
+
+
+def _as_sent(gradient: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """A gradient as it is sent to another stage: zeros for what has none."""
+    return [
+        jnp.zeros(value.shape, of.dtype) if value.dtype == jax.dtypes.float0 else value
+        for value, of in zip(gradient, like, strict=True)
+    ]
