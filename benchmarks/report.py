@@ -272,6 +272,10 @@ def loads_table() -> str:
         rows += found
         if not found and path.stem not in TIMELESS:
             silent.append(path.stem)
+        elif isinstance(kept, dict):  # of parts that are taken one by one
+            parts = ((name, part) for name, part in kept.items() if isinstance(part, dict))
+            own = [name for name, part in parts if "machine" in part and "quiet" not in part]
+            silent += [f"{path.stem}: {name}" for name in own]
     lines = [f"Taken before it was recorded: {', '.join(silent)}."] if silent else []
     heads = ("measured", "waited for quiet", "load of the machine", "CPU time of each side")
     return "\n\n".join([part for part in (_table(heads, rows), *lines) if part])
