@@ -216,6 +216,11 @@ def test_a_save_that_fails_is_told_at_the_next_one_and_spoils_nothing(
         checkpoints.save(2, state_of(w=np.zeros(2)))
         with pytest.raises(mw.CheckpointError, match="could not be written: No space left"):
             checkpoints.save(3, state_of(w=np.zeros(2)))
+        checkpoints.save(3, state_of(w=np.zeros(2)))
+        with monkeypatch.context() as away:
+            away.setattr(checkpoints, "directory", tmp_path / "gone")
+            with pytest.raises(mw.CheckpointError, match=r"No space left on device\. The ones"):
+                checkpoints.wait()
         checkpoints.save(3, state_of(w=np.zeros(512)))
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
         with pytest.raises(mw.CheckpointError, match=r"has 1 KiB left, and a checkpoint takes 4 K"):

@@ -196,13 +196,14 @@ class Checkpoints:
 
     def _reason(self, error: Exception) -> str:
         """Why the last save failed: Orbax takes a page to say that a disk is full."""
-        free_bytes = shutil.disk_usage(self.directory).free
-        if free_bytes >= self._nbytes:
-            return str(error)
-        return (
-            f"its disk has {bytes_text(free_bytes)} left, and a checkpoint takes "
-            f"{bytes_text(self._nbytes)}. Free some space."
-        )
+        with contextlib.suppress(OSError):  # of a directory that is gone
+            free_bytes = shutil.disk_usage(self.directory).free
+            if free_bytes < self._nbytes:
+                return (
+                    f"its disk has {bytes_text(free_bytes)} left, and a checkpoint takes "
+                    f"{bytes_text(self._nbytes)}. Free some space."
+                )
+        return f"{str(error).rstrip('.')}."
 
     def _new_path(self, step: int) -> Path:
         if self._names is None:
