@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .repeats import LEAST, Var, side_results
+from .slices import read_instead
 
 _LITTLE_BYTES = 2**10  # of such results of one block: each passes on those of all
 
@@ -46,11 +47,6 @@ def with_gathered_results(
     new += (eqn for of in gathered for eqn in of.after)
     new += (eqn.replace(invars=read_instead(eqn.invars, instead)) for eqn in eqns[run.end :])
     return jaxpr.replace(eqns=new, outvars=read_instead(jaxpr.outvars, instead)), instead
-
-
-def read_instead(atoms: Sequence[Any], instead: Mapping[Var, Var]) -> list[Any]:
-    """The atoms, with others in place of some variables."""
-    return [atom if hasattr(atom, "val") else instead.get(atom, atom) for atom in atoms]
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,11 @@ def variables(atoms: Iterable[Any]) -> list[Var]:
     return [atom for atom in atoms if not is_literal(atom)]
 
 
+def read_instead(atoms: Sequence[Any], instead: Mapping[Var, Var]) -> list[Any]:
+    """The atoms, with other variables in place of some."""
+    return [atom if is_literal(atom) else instead.get(atom, atom) for atom in atoms]
+
+
 def reached(eqns: Iterable[Any], inputs: Iterable[Var]) -> set[Var]:
     """All that depends on these variables, and they themselves.
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..jaxprs.gathered import read_instead, with_gathered_results
-from ..jaxprs.slices import Var, needed, variables
+from ..jaxprs.gathered import with_gathered_results
+from ..jaxprs.slices import Var, needed, read_instead, variables
 from ..program import Aux, Batch, Program, TrainState
 
 _COMPARED_BYTES = 2**26  # of a constant, at most, to be compared by its values
@@ -173,11 +173,9 @@ def with_equal_constants_once(closed: Any) -> Any:
         if getattr(value, "nbytes", math.inf) <= _COMPARED_BYTES and not _is_traced(value):
             instead[var] = first.setdefault(_key_of(value), var)
 
-    def once(atoms: Sequence[Any]) -> list[Any]:
-        return [atom if hasattr(atom, "val") else instead.get(atom, atom) for atom in atoms]
-
-    eqns = [eqn.replace(invars=once(eqn.invars)) for eqn in jaxpr.eqns]
-    return closed.replace(jaxpr=jaxpr.replace(eqns=eqns, outvars=once(jaxpr.outvars)))
+    eqns = [eqn.replace(invars=read_instead(eqn.invars, instead)) for eqn in jaxpr.eqns]
+    outvars = read_instead(jaxpr.outvars, instead)
+    return closed.replace(jaxpr=jaxpr.replace(eqns=eqns, outvars=outvars))
 
 
 def _key_of(value: Any) -> tuple[Any, ...]:

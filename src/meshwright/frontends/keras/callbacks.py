@@ -69,7 +69,7 @@ def others(callbacks: keras.callbacks.CallbackList) -> dict[str, Any]:
     }
 
 
-class Trained:
+class TrainingSetup:
     """What the steps of one ``fit`` were made for; a callback cannot change it under way."""
 
     def __init__(self, model: keras.Model) -> None:
@@ -115,7 +115,7 @@ class KerasCallbacks(Callbacks):
     def __init__(self, model: keras.Model, callbacks: keras.callbacks.CallbackList) -> None:
         self._model, self._list = model, callbacks
         self._fresh: dict[str, dict[str, Any]] = {}
-        self._trained = Trained(model)
+        self._setup = TrainingSetup(model)
 
     @property
     def stop(self) -> bool:
@@ -141,7 +141,7 @@ class KerasCallbacks(Callbacks):
     def begin_epoch(self, epoch: int) -> None:
         self._model.reset_metrics()
         self._list.on_epoch_begin(epoch)
-        self._trained.check()
+        self._setup.check()
 
     def end_epoch(self, epoch: int, logs: Logs) -> None:
         self._list.on_epoch_end(epoch, logs)

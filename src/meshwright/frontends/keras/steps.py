@@ -32,7 +32,7 @@ from ...step.steps_per_execution import Together
 from ...units import count_text
 from ...warn import warn
 from .batches import abstract
-from .callbacks import Trained, listen
+from .callbacks import TrainingSetup, listen
 from .checkpoint_names import LastingNames
 from .compiled import Functions
 from .epochs import Epochs, chunk_size
@@ -64,7 +64,7 @@ class KerasSteps(Steps):
         self._ends = listen(self.callbacks, "on_train_batch_end", "on_batch_end")
         # The guard looks at single batches again.
         self._stacks = self.functions.train_together is not None and not self.guard.stands_still
-        self._trained = Trained(self.model)
+        self._setup = TrainingSetup(self.model)
         self._at_once: int | None = None
         self._backlog = Backlog()
         self._state: TrainState | None = None
@@ -110,7 +110,7 @@ class KerasSteps(Steps):
                 entering("batch callbacks")
                 callbacks.on_train_batch_begin(number)
             if self._begins or self._ends:
-                self._trained.check()
+                self._setup.check()
             if self._state is None or _compat.state_was_synced(model):
                 self._state = take_state(self.variables)  # a callback may have changed it
             entering("step")

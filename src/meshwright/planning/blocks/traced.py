@@ -15,7 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from ...jaxprs.edits import traced
 from ...jaxprs.gathered import with_gathered_results
 from ...jaxprs.repeats import Run, Var
-from ...jaxprs.slices import variables
+from ...jaxprs.slices import read_instead, variables
 from ...program import Aux, Program, TrainState
 from .marks import mark_of
 
@@ -71,15 +71,11 @@ def shortened(closed: Any, run: Run, count: int) -> Any:
         for i in range(run.period)
         for old, new in zip(eqns[last + i].outvars, eqns[last_period + i].outvars, strict=True)
     }
-
-    def swapped(atoms: Sequence[Any]) -> list[Any]:
-        return [a if hasattr(a, "val") else instead.get(a, a) for a in atoms]
-
-    after = [eqn.replace(invars=swapped(eqn.invars)) for eqn in eqns[run.end :]]
-    jaxpr = closed.jaxpr.replace(
-        eqns=[*eqns[: run.end], *after], outvars=swapped(closed.jaxpr.outvars)
+    after = [eqn.replace(invars=read_instead(eqn.invars, instead)) for eqn in eqns[run.end :]]
+    outvars = read_instead(closed.jaxpr.outvars, instead)
+    return closed.replace(
+        jaxpr=closed.jaxpr.replace(eqns=[*eqns[: run.end], *after], outvars=outvars)
     )
-    return closed.replace(jaxpr=jaxpr)
 
 
 @dataclass(frozen=True, eq=False)

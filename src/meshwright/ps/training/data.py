@@ -34,10 +34,10 @@ class ArrayBatches:
         seed: int = 0,
     ) -> None:
         self._arrays = jax.tree.map(np.asarray, arrays)
-        for given, array in zip(*map(jax.tree.leaves, (arrays, self._arrays)), strict=True):
+        for value, array in zip(*map(jax.tree.leaves, (arrays, self._arrays)), strict=True):
             if not array.ndim:
                 raise DataError(
-                    f"expected arrays with rows; received a {type(given).__name__}, which NumPy "
+                    f"expected arrays with rows; received a {type(value).__name__}, which NumPy "
                     "reads as one value. Of a sparse matrix pass .toarray(), or batches of it from "
                     "a function that workers call."
                 )
