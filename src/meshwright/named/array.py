@@ -15,6 +15,7 @@ from jax.core import Tracer
 from .. import _compat
 from ..errors import ArrayError, DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
+from .arguments import bare_array
 from .rules import BoundRules, bound, in_force, inside_operation, under
 
 
@@ -193,7 +194,7 @@ def named(array: Any, dims: DimsLike, *, rules: Any = None) -> NamedArray:
     >>> x.dims
     (Dim(name='batch', size=8), Dim(name='io', size=2))
     """
-    array = array.array if isinstance(array, NamedArray) else jnp.asarray(array)
+    array = array.array if isinstance(array, NamedArray) else bare_array(array)
     dims = as_dims(dims)
     if array.shape != tuple(dim.size for dim in dims):
         raise ArrayError(
@@ -241,7 +242,7 @@ def as_named(x: Any) -> NamedArray:
         if (bound := in_force()) is not None:
             bound.see(x._dims)  # a dim may be summed over, and be in no result
         return x
-    array = jnp.asarray(x)
+    array = bare_array(x)
     if array.ndim:
         raise DimError(
             f"an array of shape {tuple(array.shape)} has no names for its dims: "

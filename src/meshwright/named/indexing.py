@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import ArrayError, DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
+from .arguments import whole_number
 from .array import NamedArray, as_named, find, position, spread, union
 from .operation import operation
 from .pieces import on_pieces, split_of
@@ -140,9 +141,15 @@ def index(x: Any, where: Mapping[str, Any]) -> NamedArray:
     return x
 
 
+def _of_slice(at: slice, dim: Dim) -> tuple[int, int, int]:
+    for bound in filter(None, (at.start, at.stop, at.step)):
+        whole_number(bound, f"x[{{{dim.name!r}: slice(...)}}]: a bound")
+    return at.indices(dim.size)
+
+
 def _at(x: NamedArray, dim: Dim, at: Any) -> NamedArray:
     if isinstance(at, slice):
-        begin, end, step = at.indices(dim.size)
+        begin, end, step = _of_slice(at, dim)
         count = len(range(begin, end, step))
         if step == 1:
             return place([(x, -begin)], dim.name, dim.resized(count))

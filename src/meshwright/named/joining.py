@@ -6,7 +6,7 @@ others need (``placing.py``); nothing is gathered, unless the result is to be wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import DimError
 from ..layouts.dim_rules import Dim, Dims, text_of
+from .arguments import whole_number
 from .array import NamedArray, as_named, find, name_of, position, spread
 from .operation import operation
 from .pieces import held_whole, split_of
@@ -57,15 +58,7 @@ def split(x: Any, dim: str | Dim, parts: int | Sequence[int]) -> list[NamedArray
     """
     x = as_named(x)
     along = find(x.dims, dim)
-    if isinstance(parts, (int, np.integer)):
-        if parts < 1 or along.size % parts:
-            raise DimError(
-                f"split: {along} does not divide into {parts} equal parts; give their sizes, "
-                "such as [2, 6]."
-            )
-        sizes = [along.size // parts] * parts
-    else:
-        sizes = [int(size) for size in parts]
+    sizes = _sizes(parts, along)
     if sum(sizes) != along.size or min(sizes, default=0) < 0:
         raise DimError(
             f"split: sizes {sizes} add up to {sum(sizes)}; sizes must be at least 0 and add up to "
@@ -76,6 +69,18 @@ def split(x: Any, dim: str | Dim, parts: int | Sequence[int]) -> list[NamedArray
         place([(x, -begin)], along.name, along.resized(size))
         for begin, size in zip(begins, sizes, strict=True)
     ]
+
+
+def _sizes(parts: Any, along: Dim) -> list[int]:
+    if np.ndim(parts):
+        return [whole_number(size, "split: a size") for size in parts]
+    count = whole_number(parts, "split: parts")
+    if count < 1 or along.size % count:
+        raise DimError(
+            f"split: {along} does not divide into {count} equal parts; give their sizes, "
+            "such as [2, 6]."
+        )
+    return [along.size // count] * count
 
 
 @operation
@@ -92,6 +97,7 @@ def slice(x: Any, dim: str | Dim, begin: int, size: int, *, name: str | None = N
     """
     x = as_named(x)
     along = find(x.dims, dim)
+    begin, size = whole_number(begin, "slice: begin"), whole_number(size, "slice: size")
     if begin < 0 or size < 0 or begin + size > along.size:
         raise DimError(
             f"slice: {size} elements from {begin} on are not all in {along}, whose elements are "
@@ -121,6 +127,7 @@ def pad(
     """
     x = as_named(x)
     along = find(x.dims, dim)
+    before, after = whole_number(before, "pad: before"), whole_number(after, "pad: after")
     if before < 0 or after < 0:
         raise DimError(
             f"pad: before and after must be at least 0 for dim {along.name!r}; received {before} "
@@ -148,6 +155,7 @@ def stack(xs: Sequence[Any], name: str, position: int = 0) -> NamedArray:
         raise DimError(
             f"stack: the arrays have dim {name!r} already, [{text_of(order)}]. Use concat."
         )
+    position = whole_number(position, "stack: position")
     if not 0 <= position <= len(order):
         raise DimError(
             f"stack: position {position} is out of range: a new dim of [{text_of(order)}] can have "
@@ -189,7 +197,10 @@ def unstack(x: Any, dim: str | Dim) -> list[NamedArray]:
 
 
 def _several(xs: Sequence[Any], what: str) -> list[NamedArray]:
-    arrays = [as_named(x) for x in ([xs] if isinstance(xs, NamedArray) else xs)]
+    xs = [xs] if isinstance(xs, NamedArray) else xs
+    if not isinstance(xs, Iterable) or isinstance(xs, str):
+        raise DimError(f"{what}: expected a list of named arrays; received {xs!r}.")
+    arrays = [as_named(x) for x in xs]
     if not arrays:
         raise DimError(f"{what} needs at least one array.")
     dtype = jnp.result_type(*(x.array for x in arrays))

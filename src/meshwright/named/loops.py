@@ -69,7 +69,20 @@ def fori_loop(low: Any, high: Any, body: Callable[[NamedArray, Any], Any], init:
         return _same_carry(init, callback(body)(NamedArray(i, ()), carry), "fori_loop")
 
     init = _begun(init)
-    return jax.lax.fori_loop(low, high, turn, init)
+    return jax.lax.fori_loop(*_bounds(low, high), turn, init)
+
+
+def _bounds(low: Any, high: Any) -> tuple[Any, Any]:
+    """Python's whole numbers as they are, and others as arrays of one type, as JAX wants them."""
+    bounds = {"low": as_named(low), "high": as_named(high)}
+    for name, bound in bounds.items():
+        if bound.dims or not jnp.issubdtype(bound.dtype, jnp.integer):
+            received = f"[{text_of(bound.dims)}]" if bound.dims else f"a {bound.dtype}"
+            raise DimError(f"fori_loop: {name} must be one whole number; received {received}.")
+    if isinstance(low, int) and isinstance(high, int):
+        return low, high
+    dtype = jnp.result_type(*(bound.array for bound in bounds.values()))
+    return bounds["low"].array.astype(dtype), bounds["high"].array.astype(dtype)
 
 
 @operation

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ..errors import DimError, ModelError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
+from .arguments import float_type, random_key
 from .array import NamedArray, as_named, spread
 from .elementwise import add, divide, where
 from .operation import operation
@@ -31,7 +32,7 @@ def uniform(
     >>> uniform(jax.random.key(0), "batch:64 io:16").shape
     {'batch': 64, 'io': 16}
     """
-    return _draw(jax.random.uniform, key, dims, dtype, low, high)
+    return _draw(jax.random.uniform, key, dims, float_type(dtype, "uniform"), low, high)
 
 
 @operation
@@ -47,6 +48,7 @@ def normal(
     >>> x.shape, round(float(mn.reduce_mean(x)))
     ({'batch': 1000}, 5)
     """
+    dtype = float_type(dtype, "normal", jnp.inexact)
     return _draw(jax.random.normal, key, dims, dtype) * deviation + mean
 
 
@@ -73,7 +75,7 @@ def truncated_normal(
     def standard(key: Any, shape: Any, dtype: Any) -> Any:
         return jax.random.truncated_normal(key, -within, within, shape, dtype)
 
-    return _draw(standard, key, dims, dtype) * deviation + mean
+    return _draw(standard, key, dims, float_type(dtype, "truncated_normal")) * deviation + mean
 
 
 @operation
@@ -96,7 +98,9 @@ def bernoulli(key: Any, dims: DimsLike, probability: Any = 0.5) -> NamedArray:
             "Name every dim of the result."
         )
     likely = spread(chance, dims)
-    return NamedArray(jax.random.bernoulli(key, likely, _shape(dims)), dims)
+    if not jnp.issubdtype(likely.dtype, jnp.floating):
+        likely = likely.astype(jnp.float32)  # JAX takes no whole numbers, such as 1
+    return NamedArray(jax.random.bernoulli(random_key(key), likely, _shape(dims)), dims)
 
 
 @operation
@@ -185,7 +189,7 @@ def _keep_probability(rate: float | None, keep_prob: float | None) -> float:
 
 def _draw(draw: Any, key: Any, dims: DimsLike, dtype: Any, *args: Any) -> NamedArray:
     dims = as_dims(dims)
-    return NamedArray(draw(key, _shape(dims), dtype, *args), dims)
+    return NamedArray(draw(random_key(key), _shape(dims), dtype, *args), dims)
 
 
 def _shape(dims: Dims) -> tuple[int, ...]:
