@@ -8,6 +8,7 @@ the last one every result is in its place.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ def with_gathered_results(
     rows = [[eqns[at + number].outvars[result] for at in run.starts] for number, result in places]
     if sum(_nbytes(row[0]) for row in rows) > _LITTLE_BYTES:
         return None
+    if any(jnp.issubdtype(row[0].aval.dtype, jax.dtypes.extended) for row in rows):
+        return None  # random keys
     gathered = list(map(_Gathered.of, rows))
     instead = {var: entry for of in gathered for var, entry in of.entries.items()}
     new = [*eqns[: run.start], *(eqn for of in gathered for eqn in of.before)]
@@ -61,26 +64,45 @@ class _Gathered:
 
     @classmethod
     def of(cls, row: Sequence[Var]) -> _Gathered:
-        aval = row[0].aval
+        shape, dtype = row[0].aval.shape, row[0].aval.dtype
+        coded = jax.eval_shape(_coded, jax.ShapeDtypeStruct(shape, dtype))
         # A dim of one comes first: where rows are split, what a block passes on is along its first.
-        empty = jax.ShapeDtypeStruct((1, len(row), *aval.shape), aval.dtype)
-        before, (array,) = _equations(lambda: [jnp.zeros(empty.shape, empty.dtype)])
+        before, (array,) = _equations(lambda: [jnp.zeros((1, len(row), *coded.shape), coded.dtype)])
         within = list[list[Any]]()
         for var in row:
             eqns, (array,) = _equations(_appended, array, var)
             within.append(eqns)
-        after, entries = _equations(_entries, array)
+        after, entries = _equations(functools.partial(_entries, shape, dtype), array)
         return cls(before, within, after, dict(zip(row, entries, strict=True)))
 
 
 def _appended(array: Any, value: Any) -> list[Any]:
     rest = jax.lax.slice_in_dim(array, 1, array.shape[1], axis=1)
-    return [jax.lax.concatenate([rest, jax.lax.expand_dims(value, (0, 1))], 1)]
+    return [jax.lax.concatenate([rest, jax.lax.expand_dims(_coded(value), (0, 1))], 1)]
 
 
-def _entries(array: Any) -> list[Any]:
+def _entries(shape: Sequence[int], dtype: Any, array: Any) -> list[Any]:
     entries = jax.lax.split(array, [1] * array.shape[1], axis=1)
-    return [jax.lax.squeeze(entry, (0, 1)) for entry in entries]
+    return [_decoded(jax.lax.squeeze(entry, (0, 1)), dtype).reshape(shape) for entry in entries]
+
+
+def _coded(value: Any) -> Any:
+    """Floats that say a value exactly, since stages pass on nothing else: of whole numbers the
+    digits to the base of 2**16, which any float32 holds."""
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return value
+    if value.dtype.itemsize <= 2:
+        return value.astype(jnp.float32)
+    places = range(0, 8 * value.dtype.itemsize, 16)
+    return jnp.stack([((value >> place) & 0xFFFF).astype(jnp.float32) for place in places])
+
+
+def _decoded(coded: Any, dtype: Any) -> Any:
+    """The value that :func:`_coded` made floats of."""
+    if dtype.itemsize <= 2 or jnp.issubdtype(dtype, jnp.inexact):
+        return coded.astype(dtype)
+    digits = coded.astype(dtype)
+    return sum(digits[i] << (16 * i) for i in range(len(digits)))
 
 
 def _equations(function: Callable[..., list[Any]], *reads: Var) -> tuple[list[Any], list[Var]]:

@@ -59,7 +59,7 @@ class Ticks:
                 for var in self._setting.functions.enters
             ]
 
-        logs = {p: jnp.zeros(v.aval.shape, v.aval.dtype) for p, v in traced.logs.items()}
+        logs = {p: self._no_log(v.aval) for p, v in traced.logs.items()}
         around = passes.no_grads_around(self._nothing())
         losses = self._no_losses(buffers, around) if self._shares_loss else {}
         return Carry(
@@ -75,6 +75,11 @@ class Ticks:
             logs=logs,
             **losses,
         )
+
+    def _no_log(self, of: Any) -> Any:
+        """Zeros of a log; where it becomes a mean over micro-batches, a count becomes a float."""
+        dtype = jnp.result_type(of.dtype, 0.0) if self._setting.logs_of_one else of.dtype
+        return jnp.zeros(of.shape, dtype)
 
     @property
     def _shares_loss(self) -> bool:
