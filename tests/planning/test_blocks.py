@@ -126,6 +126,11 @@ def with_auxiliary_losses(w, x):
     return jnp.mean((h @ w["head"] - x) ** 2) + 0.1 * sum(losses)
 
 
+def in_calls(w, x):
+    """The model under ``jax.jit`` and ``jax.checkpoint``, each of which is one equation."""
+    return jax.jit(jax.checkpoint(loss))(w, x)
+
+
 def with_weight_decay(w, x):
     return loss(w, x) + sum(jnp.sum(block["up"] ** 2) for block in w["blocks"])
 
@@ -155,7 +160,7 @@ def test_blocks_that_lie_differently_are_all_compiled_and_the_report_says_so():
 # What is left is the model with fewer blocks
 
 
-@pytest.mark.parametrize("loss", [loss, with_auxiliary_losses])
+@pytest.mark.parametrize("loss", [loss, with_auxiliary_losses, in_calls])
 def test_a_step_with_two_of_its_blocks_is_the_step_of_a_model_with_two(loss):
     optimizer = optax.chain(optax.clip_by_global_norm(1e9), optax.sgd(0.1, 0.9))
     six, two = (program(count, loss, optimizer=optimizer) for count in (6, 2))

@@ -28,7 +28,7 @@ def net(params: Any, batch: Any) -> tuple[Any, Any]:
     loss = jnp.mean((h @ params["head"]) ** 2) * (1 + count.sum() / 100)
     # The digits apart, since a float holds no 32 bits.
     logs = {"place": place & 255, "above": place >> 8, "bits": bits & 0xFFF, "high": bits >> 20}
-    return loss, {"count": count[1], "any": is_any, **logs}
+    return loss, {"count": count[1], "any": is_any, "rows": batch.shape[0], **logs}
 
 
 def program() -> mw.Program:

@@ -60,6 +60,14 @@ def looped_in_python(params: Any, x: Any, keys: Any) -> Any:
     return x
 
 
+def looped_in_calls(params: Any, x: Any, keys: Any) -> Any:
+    return jax.jit(jax.checkpoint(looped_in_python))(params, x, keys)
+
+
+def scanned_in_calls(params: Any, x: Any, keys: Any) -> Any:
+    return jax.checkpoint(scanned)(params, x, keys)
+
+
 def in_reverse(params: Any, x: Any, keys: Any) -> Any:
     body = lambda x, weights: (layer(weights, x), None)  # noqa: E731
     return jax.lax.scan(body, x, params["layers"], reverse=True)[0]
@@ -121,12 +129,23 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
         (scanned_twice, {"stage": 2, "data": 2, "model": 2}, {"layouts": LAYOUTS}),
         (scanned_with_keys, {"stage": 4, "data": 2}, {"zero": 1}),
         (looped_in_python, {"stage": 2, "data": 2}, {}),
+        (looped_in_calls, {"stage": 2, "data": 2}, {"zero": 1}),
+        (scanned_in_calls, {"stage": 4, "data": 1}, {}),
         (with_losses_of_layers, {"stage": 2, "data": 2, "model": 2}, {"layouts": LAYOUTS}),
     ],
-    ids=["scanned", "scanned twice", "scanned with keys", "looped in Python", "losses of layers"],
+    ids=[
+        "scanned",
+        "scanned twice",
+        "scanned with keys",
+        "looped in Python",
+        "looped in calls",
+        "scanned in calls",
+        "losses of layers",
+    ],
 )
 def test_a_loop_over_layers_is_cut_between_them(net: Any, axes: Any, how: Any) -> None:
-    schedule = "zero_bubble" if net is looped_in_python else "1f1b"  # which is for equal blocks
+    of_equal_blocks = net in (looped_in_python, looped_in_calls)
+    schedule = "zero_bubble" if of_equal_blocks else "1f1b"
     piped = trainer(net, axes, pipeline=mw.Pipeline("stage", 4, schedule), **how)
     assert_same(trained(piped), trained(trainer(net, {"data": 1})))
     per_stage = f"{LAYERS} blocks, {LAYERS // axes['stage']} on each of {axes['stage']} stages"

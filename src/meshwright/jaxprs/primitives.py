@@ -198,9 +198,12 @@ MOVES = frozenset(("reshape", "rev", "squeeze", "transpose"))
 MAKES_COMPLEX = frozenset(("complex", "conj", "fft", "eig"))
 # Windows that reduce by a function which is known.
 POOLING = frozenset(("reduce_window_max", "reduce_window_min", "reduce_window_sum"))
+# Each entry of the one operand is an entry of the result, along any dim.
+SAME_ENTRIES = frozenset(("convert_element_type", "copy", "copy_p"))
 CHECKPOINTS = frozenset(("checkpoint", "remat2"))  # JAX has had two names
 # These run one jaxpr once, as it is; JAX 0.11 calls it eval_jaxpr.
-CALLS = CHECKPOINTS | {"jit", "closed_call", "core_call", "eval_jaxpr"}
+JITTED = frozenset(("jit", "closed_call", "core_call", "eval_jaxpr"))
+CALLS = CHECKPOINTS | JITTED
 CONTROL_FLOW = frozenset(("cond", "scan", "while"))
 # These call Python on the host, for what it prints or also for what it returns.
 PRINTS = frozenset(("debug_callback", "debug_print", "inspect_sharding"))

@@ -282,9 +282,9 @@ class _Chain:
         eqns = self.jaxpr.eqns
         for eqn in (*eqns[: self.run.start], *eqns[self.run.end :]):
             yield variables(eqn.invars)
-        updates = {self.changed[var] for var in self._own if var in self.changed}
-        results = [var for var in self.jaxpr.outvars if var not in updates and var not in self._own]
-        yield from ([result] for result in variables(results))
+        updates = variables(self.changed[var] for var in self._own if var in self.changed)
+        passed = self._own.union(updates)
+        yield from ([var] for var in variables(self.jaxpr.outvars) if var not in passed)
 
     @functools.cached_property
     def _own(self) -> set[Var]:

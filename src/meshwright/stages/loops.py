@@ -18,11 +18,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from .. import _compat
 from ..jaxprs.evaluation import evaluated
-from ..jaxprs.primitives import opened
+from ..jaxprs.primitives import SAME_ENTRIES, opened
 from ..jaxprs.slices import Var, needed
 from .traced import Traced, with_equal_constants_once
-
-_SAME_ENTRIES = frozenset(("convert_element_type", "copy", "copy_p"))
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,10 @@ class Entries:
 
 
 def without_loops(traced: Traced) -> Traced | None:
-    """The same loss with its loop over the most weights written out; ``None`` if it has none."""
+    """The same loss with its loop over the most weights written out; ``None`` if it has none.
+
+    The loop may be in a call of a jitted function, but not in one of ``jax.checkpoint``.
+    """
     jaxpr = traced.closed.jaxpr
     params = [var for var, (part, _) in traced.arguments.items() if part == "params"]
     stacked = looped_weights(jaxpr, params)
@@ -62,11 +63,7 @@ def without_loops(traced: Traced) -> Traced | None:
         ]
         return _evaluated(traced.closed, arguments)
 
-    closed = _written_out_for(run, shapes)
-    tree = jax.tree.structure((traced.loss, *map(dict, traced.results)))
-    loss, *results = jax.tree.unflatten(tree, closed.jaxpr.outvars)
-    arguments = dict(zip(closed.jaxpr.invars, names, strict=True))
-    return replace(Traced(closed, arguments, loss, *results), entries=entries)
+    return replace(traced.rewritten(_written_out_for(run, shapes), names), entries=entries)
 
 
 def looped_weights(jaxpr: Any, params: Iterable[Var]) -> set[Var]:
@@ -124,7 +121,7 @@ def _looped_over(
         if eqn.primitive.name == "scan":
             of_steps = known[sum(_compat.scan_counts(eqn)) :]
             result.append({root for root in of_steps if root is not None})
-        elif eqn.primitive.name in _SAME_ENTRIES and known[0] is not None:
+        elif eqn.primitive.name in SAME_ENTRIES and known[0] is not None:
             of[eqn.outvars[0]] = known[0]
         elif (number := _entry_taken(eqn)) is not None and known[0] is not None:
             taken.setdefault(known[0], set()).add(number)
@@ -154,7 +151,7 @@ def _evaluated(closed: Any, arguments: Sequence[Any]) -> list[Any]:
 def _results(eqn: Any, read: Sequence[Any]) -> list[Any]:
     if not any(isinstance(value, Entries) for value in read):
         return _compat.evaluate(eqn, list(read))
-    if eqn.primitive.name in _SAME_ENTRIES:
+    if eqn.primitive.name in SAME_ENTRIES:
         return [Entries(tuple(_compat.evaluate(eqn, [one])[0] for one in read[0].values))]
     if (number := _entry_taken(eqn)) is not None:
         return [read[0].values[number][None]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -364,7 +365,8 @@ def traced_of(
                 error.add_note(_of_micro_batch(micro, micro_batches))
             raise
         traced = with_whole_lookups(traced, program, placement)
-        return replace(traced, written_out=without_loops(traced))
+        written = map(without_loops, itertools.chain([traced], traced.without_calls()))
+        return replace(traced, written_out=next(filter(None, written), None))
 
     return trace() if in_context else program.under(placement, trace, whole=True)()
 
@@ -489,7 +491,8 @@ def _blocks(traced: Traced, placement: Placement, pipeline: Pipeline) -> Blocks:
 def _forms(traced: Traced) -> Iterator[Traced]:
     """The loss in all forms in which its blocks may be equal, those that cost least first."""
     forms = list[Traced]()
-    for form in filter(None, (traced.written_out, traced)):
+    before = filter(None, (traced.written_out, traced))
+    for form in itertools.chain(before, traced.without_calls()):
         for as_read in (form, form.with_little_first()):
             forms.append(as_read)
             yield as_read

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from ..jaxprs.calls import without_calls
 from ..jaxprs.gathered import with_gathered_results
 from ..jaxprs.slices import Var, needed, read_instead, variables
 from ..program import Aux, Batch, Program, TrainState
@@ -94,6 +95,22 @@ class Traced:
             (rest if is_late else first).append(eqn)
             late.update(eqn.outvars if is_late else ())
         return self._with([*first, *rest])
+
+    def without_calls(self) -> Iterator[Traced]:
+        """The same with calls that hold several layers written out, if there are any."""
+        params = [v for v, (part, _) in self.arguments.items() if part == "params"]
+        names = [self.arguments[var] for var in self.closed.jaxpr.invars]
+        for closed in without_calls(self.closed, params):
+            yield self.rewritten(with_equal_constants_once(closed), names)
+
+    def rewritten(self, closed: Any, names: Iterable[tuple[str, Any]]) -> Traced:
+        """The same loss in other equations, whose arguments are ``names``."""
+        import jax
+
+        arguments = dict(zip(closed.jaxpr.invars, names, strict=True))
+        tree = jax.tree.structure((self.loss, *map(dict, self.results)))
+        loss, *results = jax.tree.unflatten(tree, closed.jaxpr.outvars)
+        return Traced(closed, arguments, loss, *results)
 
     def with_gathered_results(self) -> Traced | None:
         """The same, where blocks pass on small results that are read after all of them; ``None``

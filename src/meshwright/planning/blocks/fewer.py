@@ -74,13 +74,13 @@ def reduced(described: AbstractStep, least: int = LEAST) -> tuple[Reduced | None
 
 class RepeatedBlocks(NamedTuple):
     """Equal blocks in the trace of a step: the paths of each of their variables by block, trained
-    or not, and the name scopes of each block. ``gathers`` is whether blocks are equal where they
-    pass on what is read after all of them."""
+    or not, and the name scopes of each block. ``form`` is the number of the form of the loss in
+    which they are equal."""
 
     run: Run
     rows: tuple[Paths, ...]
     layers: tuple[Paths, ...]
-    gathers: bool
+    form: int
 
     def reduced(self, described: AbstractStep) -> tuple[Reduced | None, str]:
         """What makes that step smaller, or ``None`` and why the blocks do not train alike."""
@@ -107,23 +107,23 @@ def repeated_in(described: AbstractStep, least: int) -> tuple[RepeatedBlocks | N
     batch = described.batch[0] if described.how.batches > 1 else described.batch
     trace = program.under(described.placement, functools.partial(TracedLoss.of, program))
     loss: TracedLoss = trace(TrainState(*map(shapes_of, program.parts)), _shapes(batch))
-    repeats, reason = _repeated(loss)
-    gathered = loss.with_gathered_results() if repeats is None else None
-    if gathered is not None:
-        loss, (repeats, _) = gathered, _repeated(gathered)
-    if repeats is None or repeats.run.count < least:
-        return None, reason
+    reasons = list[str]()
+    for number, form in enumerate(loss.forms()):
+        repeats, reason = repeated(form.closed.jaxpr, form.params, form.changed)
+        reasons.append(reason)
+        if repeats is not None and repeats.run.count >= least:
+            return _of_form(form, number, repeats)
+    return None, reasons[0]
+
+
+def _of_form(loss: TracedLoss, number: int, repeats: Repeated) -> tuple[RepeatedBlocks | None, str]:
     rows = [[loss.paths.get(var) for var in row] for row in repeats.own]
     named = [tuple(path for path in row if path is not None) for row in rows]
     of_all = tuple(row for row in named if len(row) == repeats.run.count)  # others are constants
     if not of_all:
         return None, "equal blocks have no variables of their own"
     layers = _layers(loss.closed.jaxpr, repeats.run)
-    return RepeatedBlocks(repeats.run, of_all, layers, gathered is not None), ""
-
-
-def _repeated(loss: TracedLoss) -> tuple[Repeated | None, str]:
-    return repeated(loss.closed.jaxpr, loss.params, loss.changed)
+    return RepeatedBlocks(repeats.run, of_all, layers, number), ""
 
 
 def _differ(program: Program, rows: Sequence[Paths]) -> str:
@@ -192,10 +192,8 @@ def _shorter(program: Program, twins: _Twins, blocks: RepeatedBlocks, count: int
 
     def loss(params: Arrays, whole: TrainState, batch: Batch, training: bool) -> tuple[Any, Aux]:
         state = whole_of(whole)._replace(params=all_of(program.params, params))
-        trace: TracedLoss | None = TracedLoss.of(program, state, batch, training)
-        if blocks.gathers:
-            trace = trace.with_gathered_results()
-        assert trace is not None  # as when it was looked at
+        forms = TracedLoss.of(program, state, batch, training).forms()
+        trace = next(itertools.islice(forms, blocks.form, None))
         closed = shortened(trace.closed, blocks.run, count)
         tree = jax.tree.structure(trace.results)
         value, aux = jax.tree.unflatten(tree, closed.jaxpr.outvars)

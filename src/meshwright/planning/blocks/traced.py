@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 
+from ...jaxprs.calls import without_calls
 from ...jaxprs.edits import traced
 from ...jaxprs.gathered import with_gathered_results
 from ...jaxprs.repeats import Run, Var
@@ -108,9 +109,30 @@ class TracedLoss:
             changed={whole.state[path]: var for path, var in aux.state.items()},
         )
 
-    def with_gathered_results(self) -> TracedLoss | None:
-        """The same, where blocks pass on small results that are read after all of them; ``None``
-        if there are none."""
+    def forms(self) -> Iterator[TracedLoss]:
+        """The loss in all forms in which its blocks may be equal, always in the same order."""
+        forms = list[TracedLoss]()
+        for form in itertools.chain([self], self._without_calls()):
+            forms.append(form)
+            yield form
+        yield from filter(None, (form._with_gathered_results() for form in forms))
+
+    def _without_calls(self) -> Iterator[TracedLoss]:
+        """With calls that hold several layers written out, if there are any."""
+        for closed in without_calls(self.closed, self.params):
+            new = dict(zip(self.closed.jaxpr.invars, closed.jaxpr.invars, strict=True))
+            tree = jax.tree.structure(self.results)
+            value, aux = jax.tree.unflatten(tree, closed.jaxpr.outvars)
+            yield TracedLoss(
+                closed=closed,
+                results=(value, aux),
+                paths={new[var]: path for var, path in self.paths.items()},
+                params=frozenset(new[var] for var in self.params),
+                changed={new[var]: aux.state[self.paths[var]] for var in self.changed},
+            )
+
+    def _with_gathered_results(self) -> TracedLoss | None:
+        """Where blocks pass on small results that are read after all of them, if there are any."""
         result = with_gathered_results(self.closed.jaxpr, self.params, self.changed)
         if result is None:
             return None
