@@ -1,7 +1,7 @@
 """Calls of functions that hold several layers, written out.
 
 A model under ``jax.jit``, as Equinox' ``filter_jit`` makes it, or under ``jax.checkpoint`` is one
-equation, in which no layer can be told from another.
+equation, and its layers cannot be told apart.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .repeats import LEAST, Var, side_results
+from .own_reads import with_own_reads_inside
+from .repeats import LEAST, Place, Run, Var, side_results
 from .slices import read_instead
 
 _LITTLE_BYTES = 2**10  # of such results of one block: each passes on those of all
@@ -31,10 +32,13 @@ def with_gathered_results(
     ``None`` if there are none. The arguments are those of
     :func:`~meshwright.jaxprs.repeats.repeated`.
     """
-    sides = side_results(jaxpr, params, changed, least)
-    if sides is None:
-        return None
-    run, places = sides
+    moved = with_own_reads_inside(jaxpr, params, changed, least)
+    form = jaxpr if moved is None else moved
+    sides = side_results(form, params, changed, least)
+    return None if sides is None else _gathered(form, *sides)
+
+
+def _gathered(jaxpr: Any, run: Run, places: Sequence[Place]) -> tuple[Any, dict[Var, Var]] | None:
     eqns = jaxpr.eqns
     rows = [[eqns[at + number].outvars[result] for at in run.starts] for number, result in places]
     if sum(_nbytes(row[0]) for row in rows) > _LITTLE_BYTES:

@@ -20,6 +20,7 @@ LEAST = 4  # copies, below which all are compiled
 _TRIED = 12
 _NOT_ALIKE = "equal blocks are not connected alike"
 _READ_ON = "what a block makes is read by more than the next one"
+_WEIGHTS_READ = "weights of blocks are read outside of them too"
 
 Var = Any
 Place = tuple[int, int]  # an equation, and which of its results or operands
@@ -99,6 +100,18 @@ def side_results(
         if chain.fault in ("", _READ_ON) and (places := chain.side_results()):
             return run, places
     return None
+
+
+def runs_with_weights(
+    jaxpr: Any, params: Collection[Var], changed: Mapping[Var, Var], least: int = LEAST
+) -> Iterator[tuple[Run, tuple[tuple[Var, ...], ...]]]:
+    """Runs that hang together but for what is read outside of them, and the own weights of their
+    copies: a row has one of each copy."""
+    uses = _Uses(jaxpr)
+    for run in _runs(jaxpr, uses, max(2, least)):
+        chain = _Chain(jaxpr, run, uses, params, changed)
+        if chain.fault in (_READ_ON, _WEIGHTS_READ):
+            yield run, tuple(tuple(row) for row in chain.mine.values() if row[0] in chain.params)
 
 
 # Candidates, by structure alone
@@ -265,7 +278,7 @@ class _Chain:
                 if where is not None and where != self.run.count - 1:
                     return _READ_ON
                 if len(read) > 1 and where is None and self._root(var) in self._own:
-                    return "weights of blocks are read outside of them too"
+                    return _WEIGHTS_READ
         return ""
 
     def side_results(self) -> tuple[Place, ...]:

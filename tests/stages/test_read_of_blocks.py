@@ -1,4 +1,4 @@
-"""Whole numbers and truth values that equal blocks make and that logs or the loss read."""
+"""What logs or the loss read of equal blocks: numbers of any type that they make, and weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,17 @@ def net(params: Any, batch: Any) -> tuple[Any, Any]:
         made.append([count, count * -70_001_234, bits, (a > 0.9).any()])
         h = h + a
     count, place, bits, is_any = map(jnp.stack, zip(*made, strict=True))
-    loss = jnp.mean((h @ params["head"]) ** 2) * (1 + count.sum() / 100)
+    squares = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+    loss = jnp.mean((h @ params["head"]) ** 2) * (1 + count.sum() / 100) + squares / 100
     # The digits apart, since a float holds no 32 bits.
     logs = {"place": place & 255, "above": place >> 8, "bits": bits & 0xFFF, "high": bits >> 20}
-    return loss, {"count": count[1], "any": is_any, "rows": batch.shape[0], **logs}
+    return loss, {
+        "count": count[1],
+        "any": is_any,
+        "rows": batch.shape[0],
+        "squares": squares,
+        **logs,
+    }
 
 
 def program() -> mw.Program:
@@ -56,7 +63,7 @@ def one_step(axes: dict[str, int], batch: Any, zero: int = 0, **how: Any) -> tup
     ],
     ids=["1f1b beside a model axis", "zero bubble", "circular"],
 )
-def test_blocks_make_whole_numbers_and_truth_values(
+def test_logs_and_the_loss_read_what_is_of_each_block(
     pipeline: mw.Pipeline, axes: dict[str, int], zero: int
 ) -> None:
     params, logs = one_step(axes, ROWS, zero, pipeline=pipeline)
