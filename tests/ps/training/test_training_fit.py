@@ -323,6 +323,21 @@ def test_the_line_shows_rates_with_units_staleness_and_stragglers(monkeypatch, c
     assert stragglers({"worker:0": (1, None), "worker:1": (5, 0.1)}) == []
 
 
+def test_the_rate_of_a_worker_that_began_anew_counts_from_there():
+    def look(at_s, done, incarnation):
+        workers = {"worker:0": {"done": done}, "worker:1": {"done": 10 * at_s}}
+        for own in workers.values():
+            own.update(incarnation=incarnation if own["done"] == done else "b", step_s=0.1)
+        stats = {"done": 12 * at_s, "staleness": {}, "queued": 0, "retried": 0}
+        return Look.of({**stats, "workers": workers}, at_s)
+
+    looks = iter((look(0, 50, "a"), look(10, 20, "c")))
+    rates = WorkerRates(looks.__next__)
+    rates.begin()
+    rates.look()
+    assert rates.parts(None, ended=True)[0].text == "12 steps/s (2 + 10 by worker)"
+
+
 @pytest.mark.full
 def test_metrics_with_several_values_are_logged_as_keras_logs_them(tmp_path):
     x, y = data()

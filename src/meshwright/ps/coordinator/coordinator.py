@@ -222,6 +222,7 @@ class ClusterCoordinator:
             counts["workers"] = {
                 worker.task: {
                     "pid": worker.pid,
+                    "incarnation": worker.incarnation,
                     "done": worker.num_done,
                     "step_s": worker.step_s,
                 }

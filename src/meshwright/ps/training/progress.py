@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...run.progress import Part
@@ -14,7 +14,10 @@ _LAGS = 2.0  # a worker whose steps take so many times the median's is a straggl
 
 @dataclass(frozen=True)
 class Look:
-    """What the coordinator says at one moment; counts are since it was made."""
+    """What the coordinator says at one moment; counts are since it was made.
+
+    ``lives`` tells a worker that began anew, whose count began at 0, from the one before it.
+    """
 
     at_s: float
     done: int
@@ -23,6 +26,7 @@ class Look:
     updates: int = 0
     queued: int = 0
     retried: int = 0
+    lives: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, stats: Mapping[str, Any], at_s: float) -> Look:
@@ -36,7 +40,14 @@ class Look:
             sum(stale.values()),
             stats["queued"],
             stats["retried"],
+            {name: own["incarnation"] for name, own in stats["workers"].items()},
         )
+
+    def done_by(self, worker: str, life: str | None) -> int:
+        """The steps that a worker had done in this life; 0 where it has begun since."""
+        if self.lives.get(worker) != life:
+            return 0
+        return self.by_worker.get(worker, (0, None))[0]
 
 
 def stragglers(by_worker: Mapping[str, tuple[int, float | None]]) -> list[str]:
@@ -84,7 +95,7 @@ class WorkerRates:
         seconds = max(last.at_s - first.at_s, 1e-9)
         mean_per_s = per_call * (last.done - first.done) / seconds
         rates = [
-            _rate(per_call * (count - first.by_worker.get(name, (0, None))[0]) / seconds)
+            _rate(per_call * (count - first.done_by(name, last.lives.get(name))) / seconds)
             for name, (count, _) in sorted(last.by_worker.items())
         ]
         by_worker = f" ({' + '.join(rates)} by worker)" if len(rates) > 1 else ""
