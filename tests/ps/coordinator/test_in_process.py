@@ -180,6 +180,16 @@ def test_a_function_sees_its_own_changes_and_others_only_when_it_has_ended(strat
     np.testing.assert_array_equal(w.read(), expected)
 
 
+def test_a_function_that_has_changed_a_variable_may_look_up_no_rows(strategy, coordinator):
+    table = strategy.variable(np.zeros((3, 2)))
+
+    def step():
+        table.assign_add(1.0)
+        return table.lookup([]).shape
+
+    assert coordinator.fetch(coordinator.schedule(step), WAIT_S) == (0, 2)
+
+
 def test_a_function_sees_what_it_has_subtracted_from_unsigned_integers(strategy, coordinator):
     count = strategy.variable(np.array([5, 7], "uint8"))
 

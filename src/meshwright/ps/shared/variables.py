@@ -82,6 +82,7 @@ class Variable:
         return values.reshape(*ids.shape, *values.shape[1:])
 
     def _rows(self, rows: np.ndarray) -> np.ndarray:
+        rows = checked_rows(self.spec, rows)  # none may be given as an empty list of floats
         context = self._context()
         if context is None:
             return self._outside(lambda servers: servers.lookup(self.spec, rows))
