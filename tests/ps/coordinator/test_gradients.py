@@ -150,3 +150,12 @@ def test_an_error_in_a_round_does_not_stop_the_next_rounds():
             coordinator.schedule(step, args=(False,))
         coordinator.join(WAIT_S)
         assert w.read() == 4.0
+
+
+@pytest.mark.parametrize("norm", ["clipnorm", "global_clipnorm"])
+def test_a_repeated_row_is_clipped_by_the_norm_of_its_sum(norm):
+    clipped = {"class_name": "SGD", "config": {"learning_rate": 1.0, norm: 1.0}}
+    with ParameterServer() as strategy:
+        w = strategy.variable(np.zeros((4, 1), "float32"))
+        strategy.apply_gradients(clipped, [(([3, 3], np.ones((2, 1), "float32")), w)])
+        np.testing.assert_allclose(w.read()[:, 0], [0, 0, 0, -1], rtol=1e-6)

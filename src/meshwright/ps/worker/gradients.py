@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ArrayError, ModelError, TaskError
+from ..server.rows import aggregate
 from ..shared.client import Servers
 from ..shared.cutting import checked_rows
 from ..shared.placing import VariableSpec
@@ -161,6 +162,8 @@ def _clipped(
     """As Keras clips: each gradient to a norm, or all of them together."""
     if own is None and together is None:
         return gradients
+    # A repeated row has one gradient, the sum; so the norm is that of the whole gradient.
+    gradients = [arrays if len(arrays) == 1 else aggregate(*arrays) for arrays in gradients]
     squares = [float(np.sum(np.square(arrays[-1], dtype=np.float64))) for arrays in gradients]
     if own is not None:
         return [_to_norm(g, s**0.5, own) for g, s in zip(gradients, squares, strict=True)]
