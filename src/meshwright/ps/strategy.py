@@ -36,6 +36,7 @@ from .worker.gradients import (
     WorkerStrategy,
     config_of,
     gradient_updates,
+    pairs_of,
     tell_optimizer,
     worker_strategy,
 )
@@ -178,7 +179,7 @@ class ParameterServer(KerasTraining):
             WorkerStrategy().apply_gradients(optimizer, pairs)
             return
         options = gradient_options(self.consistency)
-        config, listed = config_of(optimizer), list(pairs)
+        config, listed = config_of(optimizer), pairs_of(pairs)
         for pair in listed:
             self._refuse_foreign(pair)
         with self._lock:

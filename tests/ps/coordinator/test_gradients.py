@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -159,3 +160,22 @@ def test_a_repeated_row_is_clipped_by_the_norm_of_its_sum(norm):
         w = strategy.variable(np.zeros((4, 1), "float32"))
         strategy.apply_gradients(clipped, [(([3, 3], np.ones((2, 1), "float32")), w)])
         np.testing.assert_allclose(w.read()[:, 0], [0, 0, 0, -1], rtol=1e-6)
+
+
+def test_gradients_are_of_floats_of_any_size():
+    bfloat16 = np.ones((2, 1)).astype("bfloat16")
+    plain = {"class_name": "SGD", "config": {"learning_rate": jnp.float32(1.0)}}
+    with ParameterServer() as strategy:
+        w = strategy.variable(np.zeros((2, 1), "float32"))
+        strategy.apply_gradients(plain, [(bfloat16, w)])
+        strategy.apply_gradients(plain, [(([1], bfloat16[:1]), w)])
+        np.testing.assert_array_equal(w.read(), [[-1], [-2]])
+        for gradient, why in (
+            (np.ones((2, 1), "int32"), "must be of floats; received int32. Convert it"),
+            (([0],), r"is a pair of row numbers and values .* received \(1,\)"),
+            ([[1.0], [1.0, 2.0]], "is not an array"),
+        ):
+            with pytest.raises(ArrayError, match=why):
+                strategy.apply_gradients(plain, [(gradient, w)])
+        with pytest.raises(ArrayError, match="takes a list of pairs"):
+            strategy.apply_gradients(plain, None)

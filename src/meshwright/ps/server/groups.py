@@ -126,8 +126,9 @@ class Groups:
         if others:
             listed = ", ".join(f"{name!r} (in {other!r})" for name, other in others.items())
             raise ModelError(
-                f"variables have an optimizer already: {listed}. Name that group to give them "
-                "another; to change its learning rate alone, send the rate."
+                f"variables have an optimizer of other settings already: {listed}. They keep it, "
+                "with its slots: apply gradients by that one. A learning rate that changes is a "
+                "schedule of the optimizer, such as CosineDecay."
             )
 
 

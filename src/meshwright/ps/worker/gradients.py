@@ -32,7 +32,7 @@ class WorkerStrategy:
         if context is None:
             raise TaskError("this strategy is a worker's: use it in a scheduled function.")
         options = context.settings.get("gradient_options", {})
-        config, listed = config_of(optimizer), list(pairs)
+        config, listed = config_of(optimizer), pairs_of(pairs)
         in_round = context.round is not None and not context.at_once
         for update in gradient_updates(
             context.servers, context.cache, config, listed, options, in_round
@@ -60,7 +60,8 @@ def config_of(optimizer: Any) -> dict[str, Any]:
     'SGD'
     """
     if isinstance(optimizer, Mapping) and "class_name" in optimizer:
-        return {"class_name": optimizer["class_name"], "config": dict(optimizer.get("config", {}))}
+        config = {name: _number(value) for name, value in optimizer.get("config", {}).items()}
+        return {"class_name": optimizer["class_name"], "config": config}
     get_config: Any = getattr(optimizer, "get_config", None)
     if get_config is not None and hasattr(optimizer, "apply_gradients"):
         return {"class_name": type(optimizer).__name__, "config": dict(get_config())}
@@ -69,6 +70,24 @@ def config_of(optimizer: Any) -> dict[str, Any]:
         "{'class_name': 'SGD', 'config': {'learning_rate': 0.1}}; "
         f"received {optimizer!r}."
     )
+
+
+def _number(value: Any) -> Any:
+    """A scalar of NumPy or JAX as Python's number; all else as it is."""
+    return np.asarray(value).item() if hasattr(value, "dtype") and np.ndim(value) == 0 else value
+
+
+def pairs_of(pairs: Any) -> list[Any]:
+    """What ``apply_gradients`` takes, as a list.
+
+    Raises :class:`~meshwright.errors.ArrayError` for what is no list of pairs.
+    """
+    if not isinstance(pairs, Iterable):
+        raise ArrayError(
+            "apply_gradients takes a list of pairs of a gradient and a variable, "
+            f"[(gradient, variable), ...]; received {reprlib.repr(pairs)}."
+        )
+    return list(pairs)
 
 
 def gradient_updates(
@@ -140,20 +159,49 @@ def _spec_of(pair: Any) -> VariableSpec:
 
 def _arrays(gradient: Any, spec: VariableSpec) -> tuple[np.ndarray, ...]:
     if isinstance(gradient, tuple):
-        rows, values = (np.asarray(part) for part in gradient)
-        if values.shape != (*rows.shape, *spec.shape[1:]) or rows.ndim != 1:
-            raise ArrayError(
-                f"a gradient of {spec.name!r} (shape {spec.shape}) by rows is a pair of row "
-                f"numbers and values of shape (rows, *{spec.shape[1:]}); received {rows.shape} and "
-                f"{values.shape}."
-            )
-        return checked_rows(spec, rows), values
-    array = np.asarray(gradient)
+        rows, values = _by_rows(gradient, spec)
+        return checked_rows(spec, rows), _floats(values, spec)
+    array = _array(gradient, spec)
     if array.shape != spec.shape:
         raise ArrayError(
             f"the gradient of {spec.name!r} has shape {array.shape}, the variable {spec.shape}."
         )
-    return (array,)
+    return (_floats(array, spec),)
+
+
+def _by_rows(gradient: tuple[Any, ...], spec: VariableSpec) -> tuple[np.ndarray, np.ndarray]:
+    parts = [_array(part, spec) for part in gradient]
+    if len(parts) == 2 and parts[0].ndim == 1:
+        rows, values = parts
+        if values.shape == (*rows.shape, *spec.shape[1:]):
+            return rows, values
+    received = " and ".join(str(part.shape) for part in parts) or "nothing"
+    raise ArrayError(
+        f"a gradient of {spec.name!r} (shape {spec.shape}) by rows is a pair of row numbers and "
+        f"values of shape (rows, *{spec.shape[1:]}); received {received}."
+    )
+
+
+def _array(value: Any, spec: VariableSpec) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except ValueError as error:  # lists of several lengths
+        raise ArrayError(
+            f"the gradient of {spec.name!r} is not an array: {error}. Pass an array of shape "
+            f"{spec.shape}, or a pair of row numbers and values."
+        ) from error
+
+
+def _floats(values: np.ndarray, spec: VariableSpec) -> np.ndarray:
+    """A gradient as servers take it: bfloat16 and its like, which they do not know, as float32."""
+    if values.dtype.kind == "V" and not values.dtype.name.startswith(("void", "int", "uint")):
+        return values.astype(np.float32)
+    if values.dtype.kind != "f":
+        raise ArrayError(
+            f"the gradient of {spec.name!r} must be of floats; received {values.dtype}. Convert "
+            "it: gradient.astype('float32')."
+        )
+    return values
 
 
 def _clipped(

@@ -14,7 +14,7 @@ from typing import Any
 
 from ....errors import ModelError
 from .base import Twin
-from .schedules import Schedule
+from .schedules import SCHEDULES, Schedule
 from .twins import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Ftrl, Lion, Nadam, RMSprop
 
 TWINS: dict[str, type[Twin]] = {
@@ -89,7 +89,18 @@ def _settings(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     rate = settings.get("learning_rate")
     if isinstance(rate, Mapping):
         settings["learning_rate"] = Schedule.of(rate)
+    if wrong := [f"{key}={settings[key]!r}" for key in settings if not _fits(key, settings[key])]:
+        raise ModelError(
+            f"optimizer {name} takes numbers; received {', '.join(wrong)}. The learning rate may "
+            f"also be a serialized schedule: {', '.join(SCHEDULES)}."
+        )
     return settings
+
+
+def _fits(key: str, value: Any) -> bool:
+    if key == "learning_rate":
+        return isinstance(value, int | float | Schedule) and not isinstance(value, bool)
+    return value is None or isinstance(value, int | float)
 
 
 def _check_clipping(name: str, twin: Twin) -> None:
