@@ -288,3 +288,31 @@ def test_a_checkpoint_without_tables_is_refused(tmp_path: Path):
     model = recommender("sgd", Embedding("bought", 4))
     with pytest.raises(CheckpointError):
         SidecarEvaluator(model, (x, y), tmp_path).start()
+
+
+@pytest.mark.parametrize(("dtype", "far"), [("uint64", FAR), ("uint32", 1 << 31), ("int64", FAR)])
+def test_keys_of_every_integer_type_are_trained_as_they_are(dtype, far):
+    keras.utils.set_random_seed(0)
+    key = keras.Input([], dtype="int32")
+    model = keras.Model(key, keras.layers.Dense(1)(Embedding("keys", 2)(key)))
+    model.compile("sgd", "mse")
+    keys = np.arange(far, far + 8, dtype=dtype)
+    with ParameterServer() as strategy:
+        strategy.predict(model, keys, verbose=0)  # of which no row is made
+        table = table_of(strategy, model, "keys")
+        first = table.lookup(keys.astype("int64"))
+        strategy.fit(model, keys, np.ones((8, 1), "float32"), verbose=0)
+        assert (table.lookup(keys) != first).all()
+
+
+def test_keys_that_the_model_would_cut_to_32_bits_are_refused():
+    keras.utils.set_random_seed(0)
+    both = keras.Input([2], dtype="int32")
+    model = keras.Model(both, keras.layers.Dense(1)(Embedding("keys", 2)(both[:, 0])))
+    model.compile("sgd", "mse")
+    x, y = np.arange(8).reshape(4, 2), np.ones((4, 1), "float32")
+    with ParameterServer() as strategy:
+        strategy.fit(model, x + [0, FAR], y, verbose=0)  # the key alone counts
+        for do in (strategy.fit, strategy.evaluate):
+            with pytest.raises(mw.ArrayError, match="ids of table 'keys' from key 10995116277"):
+                do(model, x + [FAR, 0], y, verbose=0)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import export as jax_export
 
 from ... import topology
-from ...errors import TopologyError
+from ...errors import ArrayError, TopologyError
 from ...layouts.mesh import Mesh, create_mesh
 from .exported import Code, Exported
 from .signature import Signature, on_devices
@@ -76,7 +76,7 @@ class CompiledStep:
 
     @functools.cached_property
     def _ids(self) -> Callable[..., Any]:
-        return OnDevices(self._code.ids, None).call
+        return OnDevices(self._code.ids.code, None).call
 
     def look(self, leaves: list[Any]) -> Looked:
         """Which rows a batch asks for; its arrays as they are on the host."""
@@ -98,14 +98,37 @@ class CompiledStep:
         return Looked(unique, positions, num_rows)
 
     def _ids_of(self, leaves: list[Any]) -> list[np.ndarray]:
-        where = self._code.leaves
+        where = self._code.ids.leaves
         computed: Any = [None] * len(where)
         if None in where:
             computed = self._ids([on_devices(leaf) for leaf in leaves])
-        return [  # as they came, wherever they are an input: devices cut keys down to 32 bits
-            np.asarray(ids if at is None else leaves[at])
-            for ids, at in zip(computed, where, strict=True)
-        ]
+            for at in self._code.ids.read:
+                self._check_whole(leaves, at, computed)
+        # As they came, wherever they are an input: devices cut keys down to 32 bits.
+        found = [ids if at is None else leaves[at] for ids, at in zip(computed, where, strict=True)]
+        return [np.asarray(ids).astype(np.int64, copy=False) for ids in found]
+
+    def _check_whole(self, leaves: list[Any], at: int, computed: list[Any]) -> None:
+        """Raise :class:`~meshwright.ArrayError` where ids were computed from keys cut down."""
+        array = np.asarray(leaves[at])
+        if array.dtype.kind not in "iu":
+            return
+        there = [on_devices(leaf) for leaf in leaves]
+        is_cut = there[at] != array
+        if not is_cut.any():
+            return
+        # With other numbers in their places ids stay as they are, unless they depend on these.
+        there[at] = np.where(is_cut, ~there[at], there[at])
+        places = zip(self._lookup_tables, self._code.ids.leaves, strict=True)
+        pairs = zip(places, computed, self._ids(there), strict=True)
+        tables = [n for (n, leaf), a, b in pairs if leaf is None and not np.array_equal(a, b)]
+        if tables:
+            raise ArrayError(
+                f"the model computes ids of table {', '.join(map(repr, dict.fromkeys(tables)))} "
+                f"from key {array[is_cut][0]}, on devices that hold numbers of 32 bits. Make the "
+                "keys an input of their own that the layer of the table takes as it is, or map "
+                "them to 32 bits in the dataset."
+            )
 
 
 class Compiled:

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import export as jax_export
 
+from ... import _compat
 from ...errors import ModelError
 from ...program import Batch, Program, shapes_of
 from ...step.platform import export_platform, tracing_for
-from .exported import AnyRows, Code, Exported
-from .gradients import Clip, Parts, StepFunctions, program_of_ids
+from .exported import AnyRows, Code, Exported, FindIds
+from .gradients import Clip, Parts, StepFunctions, origin, program_of_ids
 from .signature import Signature
 from .tables import Lookups, NoLookups
 
@@ -150,7 +151,7 @@ class _Exporter:
     def code(self, batch: Any) -> Code:
         """The step for batches of these shapes."""
         leaves, tree = jax.tree.flatten(batch)
-        ids, looked_up, at = self._look_up(tree, leaves)
+        ids, looked_up = self._look_up(tree, leaves)
         positions = [jax.ShapeDtypeStruct(ids_of.shape, jnp.int32) for ids_of in looked_up]
         rows = self._rows(looked_up, batch)
         functions, parts, layout = self._functions, self._parts, self._layout
@@ -183,7 +184,7 @@ class _Exporter:
         to_measure = layout and (shardings, layout.whole)
         if self._predicts:
             outputs = self._export(unflattened(functions.outputs), arguments, to_measure)
-            return Code(b"", b"", ids, at, filling=filling, outputs=outputs)
+            return Code(b"", b"", ids, filling=filling, outputs=outputs)
         measures = self._export(unflattened(functions.measures), arguments, to_measure)
         if self._local:
             stepped = (*arguments[:4], self._slots, leaves)
@@ -192,17 +193,17 @@ class _Exporter:
             return Code(b"", measures, local=local, filling=filling)
         to_push = layout and (shardings, layout.returned(parts))
         gradients = self._export(unflattened(functions.gradients), arguments, to_push)
-        return Code(gradients, measures, ids, at, filling=filling)
+        return Code(gradients, measures, ids, filling=filling)
 
-    def _look_up(
-        self, tree: Any, leaves: list[Any]
-    ) -> tuple[bytes, list[Any], tuple[int | None, ...]]:
-        """What finds the ids of a batch, their shapes, and which leaves of the batch they are."""
+    def _look_up(self, tree: Any, leaves: list[Any]) -> tuple[FindIds, list[Any]]:
+        """What finds the ids of a batch, and their shapes."""
         if not self._parts.tables:
-            return b"", [], ()
+            return FindIds(), []
         looking = self._looking(tree)
         looked_up = jax.eval_shape(looking, leaves)
-        return self._export(looking, (leaves,)), looked_up, _as_they_are(looking, leaves)
+        jaxpr = jax.make_jaxpr(looking)(leaves).jaxpr
+        where = _as_they_are(jaxpr)
+        return FindIds(self._export(looking, (leaves,)), where, _read(jaxpr, where)), looked_up
 
     def any_rows(self, signature: Signature, batch: Any, row_shards: int) -> AnyRows:
         """The step for any number of rows of batches like this, as far as there is one."""
@@ -304,14 +305,27 @@ def _with_rows(leaf: Any, rows: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
 
 
-def _as_they_are(looking: Any, leaves: list[Any]) -> tuple[int | None, ...]:
-    """Which array of the batch the ids of each lookup are, unchanged."""
-    jaxpr = jax.make_jaxpr(looking)(leaves).jaxpr
-    where = {var: at for at, var in enumerate(jaxpr.invars)}
+def _as_they_are(jaxpr: Any) -> tuple[int | None, ...]:
+    """Which array of the batch the ids of each lookup are: whole numbers, of whatever type."""
+    where = {id(var): at for at, var in enumerate(jaxpr.invars)}
+    sources = [(var, origin(jaxpr, var)) for var in jaxpr.outvars]
     return tuple(
-        where.get(var) if hasattr(var, "count") or not hasattr(var, "val") else None
-        for var in jaxpr.outvars
+        where.get(id(source)) if source is var or _keeps_keys(source, var) else None
+        for var, source in sources
     )
+
+
+def _keeps_keys(source: Any, ids: Any) -> bool:
+    """Whether ids of this type were to be those of the source: not its last bits, say."""
+    return jnp.issubdtype(source.aval.dtype, jnp.integer) and ids.aval.dtype.itemsize >= 4
+
+
+def _read(jaxpr: Any, where: Sequence[int | None]) -> tuple[int, ...]:
+    """The arrays of the batch that the other ids are computed from."""
+    computed = [number for number, at in enumerate(where) if at is None]
+    needed = _compat.without_dead_code(jaxpr, computed)
+    read = {id(var) for eqn in needed.eqns for var in eqn.invars} | set(map(id, needed.outvars))
+    return tuple(at for at, var in enumerate(needed.invars) if id(var) in read)
 
 
 def _read_otherwise(

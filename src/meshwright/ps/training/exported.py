@@ -36,17 +36,28 @@ class Filling:
 
 
 @dataclass(frozen=True)
-class Code:
-    """The step for one signature of batches; ``ids`` is empty where no table travels by rows.
+class FindIds:
+    """What finds the ids that a batch looks up; empty where no table travels by rows.
 
     ``leaves`` says of each lookup which array of the batch its ids are, where they are one as it
-    is; then nothing need run to find them. ``filling`` is done to a batch first, where it is given.
+    is; then nothing need run to find them. The others are computed from the arrays ``read``.
+    """
+
+    code: bytes = b""
+    leaves: tuple[int | None, ...] = ()
+    read: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Code:
+    """The step for one signature of batches.
+
+    ``filling`` is done to a batch first, where it is given.
     """
 
     gradients: bytes
     measures: bytes
-    ids: bytes = b""
-    leaves: tuple[int | None, ...] = ()
+    ids: FindIds = FindIds()
     local: bytes = b""  # a whole step with the model's own optimizer, where that was asked for
     filling: Filling | None = None
     outputs: bytes = b""  # the outputs alone, where they were asked for
@@ -106,7 +117,9 @@ class Exported:
         codes = [code for _, code in self.codes]
         codes += [code for free in self.any_rows for code in (free.even, free.uneven) if code]
         return [
-            part for c in codes for part in (c.gradients, c.measures, c.ids, c.local, c.outputs)
+            part
+            for c in codes
+            for part in (c.gradients, c.measures, c.ids.code, c.local, c.outputs)
         ]
 
     def code_for(self, signature: Signature) -> Code:
