@@ -291,6 +291,22 @@ def test_a_table_that_is_only_on_the_servers_grows_by_use():
         model.predict(ids[:3], verbose=0)
 
 
+def test_frames_and_series_of_pandas_are_taken_as_keras_takes_them():
+    pandas = pytest.importorskip("pandas")
+    x, y = data(32)
+    frame, labels = pandas.DataFrame(x), pandas.Series(y, index=range(32, 0, -1))
+    how = {"batch_size": 8, "shuffle": False, "verbose": 0, "validation_split": 0.25}
+    weights = pandas.Series(np.linspace(0, 1, 32))
+    plain, trained = dense("sgd"), dense("sgd")
+    expected = plain.fit(frame, labels, sample_weight=weights, **how).history
+    with ParameterServer() as strategy:
+        history = strategy.fit(trained, frame, labels, sample_weight=weights, **how).history
+        scores = strategy.predict(trained, frame, verbose=0)
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
+    np.testing.assert_allclose(scores, plain.predict(frame, verbose=0), atol=1e-6)
+
+
 # The line
 
 

@@ -54,6 +54,7 @@ def feed_of(
     Raises :class:`~meshwright.DataError` and :class:`~meshwright.BatchError` for invalid data, and
     :class:`~meshwright.ModelError` for invalid weights of classes.
     """
+    data = _without_frames(data)
     x = data.x
     if _is_arrays(x):
         return _of_arrays(class_weights.of_arrays(data), epochs, num_workers, seed)
@@ -97,6 +98,27 @@ def _of_arrays(data: Data, epochs: int, num_workers: int, seed: int) -> Feed:
     first, last = one[0], one[len(one) - 1]
     examples = (first,) if Signature.of(first) == Signature.of(last) else (first, last)
     return Feed(DatasetMaker(_Same(batches), num_workers), examples, steps, whole=True, alike=True)
+
+
+def _without_frames(data: Data) -> Data:
+    """The data with arrays in the place of pandas' frames and series, which Keras takes, too."""
+    weights = _array_of(data.sample_weight)
+    if weights is not data.sample_weight:
+        weights = weights.reshape(-1)
+    return replace(data, x=_array_of(data.x), y=_array_of(data.y), sample_weight=weights)
+
+
+def _array_of(x: Any) -> Any:
+    """What Keras makes of pandas' objects: of a series, one column; all else as it is."""
+    if type(x) is dict:
+        return {name: _array_of(one) for name, one in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(map(_array_of, x))
+    # Known by their module: this library does not need pandas.
+    if type(x).__module__.partition(".")[0] != "pandas" or not hasattr(x, "iloc"):
+        return x
+    values = x.to_numpy()
+    return values[:, None] if values.ndim == 1 else values
 
 
 @contextlib.contextmanager
