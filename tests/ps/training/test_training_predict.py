@@ -316,3 +316,13 @@ def test_keys_that_the_model_would_cut_to_32_bits_are_refused():
         for do in (strategy.fit, strategy.evaluate):
             with pytest.raises(mw.ArrayError, match="ids of table 'keys' from key 10995116277"):
                 do(model, x + [FAR, 0], y, verbose=0)
+
+
+def test_best_weights_are_put_back_without_tables_of_servers_and_a_warning_says_so():
+    x, y = ratings()
+    stop = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    model = recommender("sgd", Embedding("bought", 4))
+    with ParameterServer() as strategy:
+        with pytest.warns(mw.MeshwrightWarning, match="and not the rows of 'bought', which are on"):
+            strategy.fit(model, x, y, callbacks=[stop], **HOW)
+        strategy.fit(recommender("sgd"), x, y, callbacks=[stop], **HOW)  # the model has its table

@@ -6,7 +6,7 @@ single batches cannot be kept, as under TensorFlow's strategy; hooks of epochs a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ import keras
 from ...errors import ModelError
 from ...frontends.keras.callbacks import callback_list, others, overrides
 from ...run.options import Schedule
+from ...warn import warn
 
 _HOOKS = (
     "on_batch_begin",
@@ -75,6 +76,18 @@ def checked_callbacks(
     )
     check_callbacks(list(others(called).values()))
     return called
+
+
+def warn_of_tables(callbacks: keras.callbacks.CallbackList, tables: Iterable[str]) -> None:
+    """Warn where a callback puts back the best weights, and tables on the servers stay."""
+    puts_back = any(getattr(one, "restore_best_weights", False) for one in callbacks.callbacks)
+    if puts_back and (names := ", ".join(map(repr, tables))):
+        warn(
+            "restore_best_weights=True of a callback puts back the weights that the model has, and "
+            f"not the rows of {names}, which are on the servers: they stay as they were trained "
+            "last. To have both from the best step, give fit checkpoint= and keep=None, and "
+            "restore that step: strategy.restore(directory / 'step_800', model)."
+        )
 
 
 def refuse_callbacks(method: str, callbacks: Any) -> None:

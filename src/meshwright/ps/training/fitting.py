@@ -26,7 +26,7 @@ from ...step.local import Local
 from ..coordinator.coordinator import ClusterCoordinator
 from ..coordinator.data import check_sharding
 from ..options import InputOptions, Tables
-from .callbacks import checked_callbacks
+from .callbacks import checked_callbacks, warn_of_tables
 from .compression import Compression
 from .compression import compression as compression_of
 from .feed import Feed, feed_of
@@ -69,6 +69,7 @@ def fit(
     examples = [*feed.examples, *_of_other_shapes(held_out, feed)]
     any_rows = not (feed.alike and (held_out is None or held_out.alike))
     of_model = served(Subject(strategy, model, examples, tables), local, any_rows)
+    warn_of_tables(callbacks, of_model.lookups.served)
     progress = None
     if schedule.verbose:
         rows, every = Signature.of(feed.examples[0]).rows, local.every if local else 1
