@@ -176,6 +176,27 @@ def test_rows_of_tables_train_as_whole_tables_do(clip):
     assert stats["lookups"] >= 2 * 2 * 3  # two tables, two epochs, three batches
 
 
+def test_rows_that_wait_for_a_step_take_it_in_a_run_that_resumes(tmp_path):
+    """Three batches an epoch, and a step every second one: the epoch ends amid one."""
+    x, y = np.array([0, 1, 2, 3, 4, 5])[:, None], np.ones((6, 1, 1), "float32")
+    how = {"batch_size": 2, "shuffle": False, "verbose": 0}
+
+    def model():
+        keras.utils.set_random_seed(0)
+        table = keras.layers.Embedding(6, 1, name="table")
+        net = keras.Sequential([keras.Input([1], dtype="int32"), table])
+        net.compile(keras.optimizers.SGD(0.5, gradient_accumulation_steps=2), "mse")
+        return net
+
+    expected, resumed = model(), model()
+    expected.fit(x, y, epochs=2, **how)
+    tables = Tables(["table"])
+    for epochs, trained in ((1, model()), (2, resumed)):
+        with ParameterServer() as strategy:
+            strategy.fit(trained, x, y, epochs=epochs, checkpoint=tmp_path, tables=tables, **how)
+    assert apart(expected, resumed) < 1e-6
+
+
 def classifier(loss: str) -> keras.Model:
     keras.utils.set_random_seed(2)
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, "softmax")])

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...errors import ArrayError
 from ..wire.message import Message
+from .groups import ACCUMULATOR, TOUCHED
 from .marks import Marks
 from .shards import HashShard, Shard
 from .store import Store
@@ -81,6 +82,10 @@ def _load_slots(shard: Shard, names: Sequence[str], arrays: Iterator[np.ndarray]
                 f"{list(array.shape)}."
             )
         np.copyto(slot, array, casting="same_kind")
+    if ACCUMULATOR in names and TOUCHED in shard.slots and TOUCHED not in names:
+        # A model has no such flags: the rows that wait for a step are those that have gathered.
+        accumulator = shard.slot(ACCUMULATOR).reshape(shard.shape[0], -1)
+        shard.slot(TOUCHED)[...] = (accumulator != 0).any(axis=1)
 
 
 def piece_of(shard: Shard, start: int, stop: int) -> tuple[dict[str, Any], list[np.ndarray]]:
