@@ -19,6 +19,8 @@ from meshwright.ps.training.feed import feed_of
 from meshwright.ps.training.metrics import adds_up, check_metrics
 from meshwright.ps.training.progress import Look, WorkerRates, stragglers
 from meshwright.ps.training.shards import elements_of, num_shards
+from meshwright.ps.wire.message import Message
+from meshwright.ps.worker.context import current
 from meshwright.ps.worker.iterators import IndexedElements
 from meshwright.run.options import Data
 from meshwright.run.progress import Progress
@@ -305,6 +307,31 @@ def test_frames_and_series_of_pandas_are_taken_as_keras_takes_them():
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
     np.testing.assert_allclose(scores, plain.predict(frame, verbose=0), atol=1e-6)
+
+
+def test_an_epoch_in_which_a_server_goes_back_counts_none_of_the_one_before(tmp_path):
+    """The targets are the number of their epoch, and a metric is the mean of the targets."""
+    strategy = ParameterServer()
+    strategy._cores[0]._snapshot_dir = tmp_path
+
+    class Data(keras.utils.PyDataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, number):
+            kind = {3: "snapshot", 5: "restore"}.get(number)  # in the first and the second epoch
+            if kind is not None:
+                current().servers.ask(0, Message(kind, {"path": "state"}))
+            return np.ones((2, 1), "float32"), np.full((2, 1), number // 4, "float32")
+
+    def mean(y, outputs):
+        return keras.ops.mean(y, axis=-1)
+
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[mean])
+    with strategy:
+        fit = strategy.fit(model, Data(), epochs=2, steps_per_epoch=4, verbose=0)
+    assert fit.history["mean"] == [0.0, 1.0]
 
 
 # The line

@@ -70,6 +70,13 @@ class ServerVariables:
         name = f"{self.prefix}/{path}"
         return self._strategy.variable(value, dtype=value.dtype, name=name).spec
 
+    def counts(self, count: int) -> VariableSpec:
+        """A table in which the metrics of each epoch are summed, in a row of its own."""
+        name = f"{self.prefix}/metrics/{count}"
+        spec = self._strategy.place(name, (0, count), "float64", is_hash=True)
+        self._strategy.create(spec, {"kind": "zeros", "params": {}, "seed": None})
+        return spec
+
     def _table(self, name: str) -> VariableSpec:
         layer = self._layers[name]
         is_hash = layer.size == "hash"
@@ -106,7 +113,7 @@ class ServerVariables:
 class OnServers:
     """A model's exported step, and its variables on the servers of a strategy.
 
-    ``counts`` says whether there is also a vector that metrics are summed in.
+    ``counts`` says whether there is also a table that metrics are summed in.
     """
 
     def __init__(
@@ -129,7 +136,7 @@ class OnServers:
             places.of(parts.moving, variables.state),
             places.of(parts.frozen, variables.state),
             places.of_tables([table.name for table in parts.tables]),
-            places.make(f"metrics/{count}", np.zeros([count])) if counts else None,
+            places.counts(count) if counts else None,
         )
 
     def belongs_to(self, strategy: Any) -> bool:

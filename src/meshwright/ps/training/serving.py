@@ -6,6 +6,7 @@ Between fits the model is an ordinary Keras model.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -78,6 +79,7 @@ class Served(OnServers):
             layout=layout,
         )
         super().__init__(strategy, model, variables, self.lookups, exported, counts=True)
+        self.epoch = 0  # the key of the row that counts the metrics now
         self._written: dict[int, Any] = {}  # id of a variable -> the value that `take` gave it
         self._rates = self._rates_now()
 
@@ -239,27 +241,27 @@ class Served(OnServers):
         self._iteration.assign(steps)  # how many steps it has made
 
     def logs(self) -> Logs:
-        """The metrics of all batches since :meth:`forget_counts`."""
+        """The metrics of all batches since :meth:`begin_counts`."""
         return self.logs_from(self.counts())
 
     def counts(self) -> np.ndarray:
         """What the metrics have counted since then."""
         assert self.specs.counts is not None
-        spec = self.specs.counts
-        return self._on_servers(lambda servers: servers.read([spec])[0])
+        spec, epoch = self.specs.counts, np.array([self.epoch])
+        return self._on_servers(lambda servers: servers.lookup(spec, epoch))[0]
 
     def logs_from(self, counts: np.ndarray) -> Logs:
         """The metrics as Keras shows them, from counts."""
         return logs_of(self.model, self.variables, self.exported.parts, counts)
 
-    def forget_counts(self, before: Sequence[float] | None = None) -> None:
-        """Reset the counts, or continue those of a checkpoint."""
+    def begin_counts(self, before: Sequence[float] | None = None) -> None:
+        """Count from 0, in a new row, or continue the counts of a checkpoint."""
         assert self.specs.counts is not None
-        value = np.zeros(self.specs.counts.shape)
-        if before is not None and len(before) == len(value):
-            value[:] = before
-        update = Update(self.specs.counts, "assign", (value,))
-        self._on_servers(lambda servers: servers.push([update]))
+        self.epoch = int.from_bytes(os.urandom(7), "little")
+        if before is not None and len(before) == self.specs.counts.shape[1]:
+            row = np.array([self.epoch]), np.array([before], np.float64)
+            update = Update(self.specs.counts, "rows_assign", row)
+            self._on_servers(lambda servers: servers.push([update]))
 
     # How it is done
 

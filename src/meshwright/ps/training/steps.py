@@ -114,7 +114,7 @@ class ServerSteps(Steps):
         if self._served.put_changed():
             self._edition += 1
         # An epoch that was saved in its midst goes on with what its metrics have counted.
-        self._served.forget_counts(start.notes.get("counts") if start else None)
+        self._served.begin_counts(start.notes.get("counts") if start else None)
 
     def take(self, epoch: int, done: int) -> Iterator[Taken]:
         batches = None
@@ -195,6 +195,7 @@ class ServerSteps(Steps):
         steps = self.num_batches
         dataset, begin = (0, epoch * steps) if self._feed.whole else (epoch, 0)
         scheduled, stopping, aside = 0, self._saver.stopping, self._seeds_aside()
+        counted = self._served.epoch
         try:
             for at in range(first, first + count, self._every):
                 if stopping.is_asked:
@@ -202,10 +203,11 @@ class ServerSteps(Steps):
                 scheduled += 1
                 size = min(self._every, first + count - at)
                 if batches is None:
-                    args = (dataset, begin + at, self._edition, size, aside)
+                    args = (dataset, begin + at, self._edition, size, aside, counted)
                     self._coordinator.schedule(self._numbered, args)
                 else:
-                    self._coordinator.schedule(self._step, (batches, self._edition, size, aside))
+                    args = (batches, self._edition, size, aside, counted)
+                    self._coordinator.schedule(self._step, args)
             dropped = self._coordinator.join_unless(lambda: stopping.is_asked)
         except ExhaustedError as error:
             raise ExhaustedError(

@@ -38,7 +38,8 @@ Seeds = Mapping[str, np.ndarray]
 class Specs:
     """Where each array of a step lies on the servers, by path.
 
-    ``counts`` is the vector that the metrics of an epoch are summed in.
+    ``counts`` is a table with a row for each epoch, in which its metrics are summed: a server that
+    comes back with older values has no row of an epoch that began since.
     """
 
     params: Mapping[str, VariableSpec] = field(default_factory=dict)
@@ -90,17 +91,23 @@ class TrainStep:
     slots: Mapping[str, np.ndarray] = field(default_factory=dict)  # that local steps begin with
 
     def __call__(
-        self, batches: Iterator[Any], edition: int = 0, count: int = 1, aside: Seeds | None = None
+        self,
+        batches: Iterator[Any],
+        edition: int = 0,
+        count: int = 1,
+        aside: Seeds | None = None,
+        epoch: int = 0,
     ) -> float:
         """Train on the next batch, or with ``local`` on ``count`` batches.
 
-        ``edition`` changes when variables were changed from outside the training steps, and
-        ``aside`` is how far the seeds were moved by others since the run began.
+        ``edition`` changes when variables were changed from outside the training steps, ``aside``
+        is how far the seeds were moved by others since the run began, and ``epoch`` the key of the
+        metrics.
         """
         if not self.local:
-            return engine(self).train(here(), next(batches), edition, aside)
+            return engine(self).train(here(), next(batches), edition, aside, epoch)
         batches_here = [next(batches), *itertools.islice(batches, count - 1)]
-        return engine(self).train_locally(here(), batches_here, edition, aside)
+        return engine(self).train_locally(here(), batches_here, edition, aside, epoch)
 
 
 def here() -> Context:
@@ -150,7 +157,12 @@ class Engine:
         self._residuals: dict[str, np.ndarray] = {}  # what compression left out
 
     def train(
-        self, context: Context, batch: Any, edition: int, aside: Seeds | None = None
+        self,
+        context: Context,
+        batch: Any,
+        edition: int,
+        aside: Seeds | None = None,
+        epoch: int = 0,
     ) -> float:
         """One step; the loss."""
         self._follow(aside)
@@ -163,14 +175,19 @@ class Engine:
         updates = [
             *self._gradients(grads, context),
             *self._row_gradients(row_grads, looked, context),
-            *self._additions(moves, counts),
+            *self._additions(moves, counts, epoch),
         ]
         self._push(context, updates)
         self._seeds = seeds
         return float(loss)
 
     def train_locally(
-        self, context: Context, batches: list[Any], edition: int, aside: Seeds | None = None
+        self,
+        context: Context,
+        batches: list[Any],
+        edition: int,
+        aside: Seeds | None = None,
+        epoch: int = 0,
     ) -> float:
         """Several steps on this worker, of which the servers get how far they went; the last loss.
 
@@ -189,7 +206,7 @@ class Engine:
             total = total + np.asarray(counts, np.float64)
         way = {path: before[0][path] - np.asarray(value) for path, value in params.items()}
         moves = {path: np.asarray(value) - before[1][path] for path, value in moving.items()}
-        updates = [*self._gradients(way, context), *self._additions(moves, total)]
+        updates = [*self._gradients(way, context), *self._additions(moves, total, epoch)]
         self._push(context, updates)
         return float(loss)
 
@@ -309,7 +326,7 @@ class Engine:
             values = np.asarray(grads[name])[: len(ids)]
             yield Update(self._specs.tables[name], "rows_gradient", (ids, values), options)
 
-    def _additions(self, moves: Mapping[str, Any], counts: Any) -> Iterator[Update]:
+    def _additions(self, moves: Mapping[str, Any], counts: Any, epoch: int) -> Iterator[Update]:
         for path, spec in self._specs.moving.items():
             move = np.asarray(moves[path])
             if move.dtype.kind == "f":
@@ -318,7 +335,8 @@ class Engine:
             else:
                 yield Update(spec, "add", (move,))
         if self._specs.counts is not None:
-            yield Update(self._specs.counts, "add", (np.asarray(counts, np.float64),))
+            row = np.asarray(counts, np.float64).reshape(1, -1)
+            yield Update(self._specs.counts, "rows_add", (np.array([epoch]), row))
 
 
 def spread(seed: np.ndarray, index: int) -> np.ndarray:
@@ -381,6 +399,7 @@ class IndexedStep:
         edition: int = 0,
         count: int = 1,
         aside: Seeds | None = None,
+        epoch: int = 0,
     ) -> float:
         """Train on ``count`` elements from ``number`` on; ``dataset`` changes with the epoch."""
         # When the coordinator says that the run is over, the function goes, and its data with it.
@@ -392,5 +411,5 @@ class IndexedStep:
             by_dataset[dataset] = IndexedElements(self.maker)
         elements = [by_dataset[dataset][at] for at in range(number, number + count)]
         if self.step.local:
-            return engine(self.step).train_locally(here(), elements, edition, aside)
-        return engine(self.step).train(here(), elements[0], edition, aside)
+            return engine(self.step).train_locally(here(), elements, edition, aside, epoch)
+        return engine(self.step).train(here(), elements[0], edition, aside, epoch)
