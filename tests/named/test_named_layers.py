@@ -13,7 +13,7 @@ from named_laws import USUAL, Case, check
 
 import meshwright as mw
 import meshwright.named as mn
-from meshwright.errors import ArrayError, DimError
+from meshwright.errors import ArrayError, DimError, ModelError
 from meshwright.named import layers
 
 # Functions, under every kind of rules, beside NumPy.
@@ -339,6 +339,8 @@ def test_rules_may_be_given() -> None:
          ArrayError, "not whole numbers"),
         (lambda: layers.embed(normal("vocab:4 d:2"), mn.named([1, 2], "d:2"), "vocab"),
          DimError, "it has d:2 already, which the layer makes"),
+        (lambda: layers.embed(normal("vocab:4 d:2"), mn.named([1], "n:1"), "vocab", by="onehot"),
+         ModelError, "by must be 'gather' or 'one_hot'; received 'onehot'"),
         (lambda: layers.Embedding("vocab:4 words:3", "d_model:2").init(jax.random.key(0)),
          DimError, "vocab is one dim, such as 'd_model:64'; received 'vocab:4 words:3'"),
         (lambda: layers.softmax_cross_entropy(normal("batch:2 vocab:4"), mn.named([1], "length:1")),

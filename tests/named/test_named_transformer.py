@@ -392,6 +392,10 @@ def test_parameters_are_the_same_under_any_rules_which_may_be_given() -> None:
          "a block with cross= takes memory=, .* received cross=None and memory=.'key'."),
         (lambda: ONE.greedy({}, mn.named(ids(1, 9), "batch:1 length:9"), 9),
          "9 tokens are more than the model's 8 positions"),
+        (lambda: models.Transformer(SMALL, positions="rope"),  # type: ignore[arg-type]
+         "positions must be one of 'learned', .*'none', or a RelativeBias; received 'rope'"),
+        (lambda: models.EncoderDecoder(SMALL, positions=None),  # type: ignore[arg-type]
+         "received None"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_said(wrong: Callable[[], Any], says: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
+from ...errors import ModelError
 from ...layouts.dim_rules import Dim, DimsLike, as_dims
 from ..array import NamedArray, find, lay_out
 from ..contraction import einsum
@@ -32,12 +33,15 @@ def embed(
     Of a table that is split along ``vocab`` each device looks up the rows that it holds, and the
     results are summed: the table is never gathered. ``by="one_hot"`` multiplies by a matrix of ones
     and zeros instead, which some devices do faster. ``dtype`` is the element type of the result.
+    Raises :class:`ModelError` for another way.
 
     >>> from meshwright.named import named
     >>> table = named(jnp.arange(6.0).reshape(3, 2), "vocab:3 d_model:2")
     >>> embed(table, named(jnp.array([2, 0, 7]), "length:3"), "vocab").array.tolist()
     [[4.0, 5.0], [0.0, 1.0], [0.0, 0.0]]
     """
+    if by not in get_args(By):
+        raise ModelError(f"by must be 'gather' or 'one_hot'; received {by!r}.")
     vocab = find(table.dims, vocab)
     row = without(table.dims, [vocab])
     fit(ids, "embed", makes=(vocab, *row))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from ...errors import ModelError
 from ...layouts.dim_rules import Dim
@@ -31,6 +31,15 @@ def in_turn(choice: Any) -> tuple[Any, ...]:
 def is_spare(choice: Any) -> bool:
     """Whether no layer is the usual one, so that its dims are not asked for."""
     return all(layer is not None for layer in in_turn(choice))
+
+
+def check_positions(positions: Any) -> None:
+    """Raise :class:`ModelError` for positions that no model has."""
+    if not isinstance(positions, RelativeBias) and positions not in get_args(Positions):
+        raise ModelError(
+            f"positions must be one of {', '.join(map(repr, get_args(Positions)))}, or a "
+            f"RelativeBias; received {positions!r}."
+        )
 
 
 def with_positions(attention: Attention, positions: Positions | RelativeBias) -> Attention:

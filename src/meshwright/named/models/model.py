@@ -19,7 +19,15 @@ from ..layers.normalisation import LayerNorm, RMSNorm
 from ..layers.positions import RelativeBias
 from ..layers.vocabulary import Vocabulary
 from ..random import dropout
-from .choices import Turns, bias_of, in_turn, is_spare, relative_of, with_positions
+from .choices import (
+    Turns,
+    bias_of,
+    check_positions,
+    in_turn,
+    is_spare,
+    relative_of,
+    with_positions,
+)
 from .halting import Halting
 from .stack import Block, Stack
 from .tokens import NAMES, Positions, Tokens
@@ -45,6 +53,7 @@ class Model:
     halting: Halting | None = None  # positions go through shared layers as often as they need
 
     def __post_init__(self) -> None:
+        check_positions(self.positions)
         _ = self._dims  # raises for invalid ones
 
     @property
