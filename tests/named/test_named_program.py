@@ -132,6 +132,18 @@ def test_bare_parameters_may_stand_beside_named_ones():
     assert train(trainer, [{"x": np.zeros(8)}])[0] == [1.0]
 
 
+def test_what_a_mask_leaves_out_has_no_slot():
+    def matrices(params):  # as one writes it for weight decay: it looks at every array
+        return jax.tree.map(lambda array: array.ndim > 1, params)
+
+    masked = program(optax.masked(optax.adam(0.1), matrices))
+    assert [info.path for info in masked.slots] == [
+        "inner_state/0/count",
+        *(f"inner_state/0/{kind}/{end}/kernel" for kind in ("mu", "nu") for end in ("down", "up")),
+    ]
+    assert masked.slots[1].names == mw.dims("hidden io")
+
+
 # One string lays it all out
 
 

@@ -39,7 +39,12 @@ class Tree:
             leaf if impl is None else jax.eval_shape(jax.random.key_data, leaf)
             for leaf, impl in zip(leaves, self._impls, strict=True)
         ]
-        with_paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_array)
+
+        def holds_one(node: Any) -> bool:
+            # Of a parameter that a mask leaves out, Optax keeps the node and nothing in it.
+            return is_array is not None and is_array(node) and len(jax.tree.leaves(node)) == 1
+
+        with_paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=holds_one)
         self._names = [names(node) for _, node in with_paths]
         self._paths = [_path_of(keys) for keys, _ in with_paths]
         with_ends, _ = jax.tree_util.tree_flatten_with_path(tree)
