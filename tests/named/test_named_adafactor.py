@@ -386,6 +386,21 @@ class TestErrors:
         with pytest.raises(mw.ModelError, match=r"update\(grads, state, params\)"):
             method.update(params, method.init(params))
 
+    def test_gradients_of_another_tree(self) -> None:
+        params, method = {"w": mn.named(jnp.ones([2]), "a:2")}, adafactor()
+        with pytest.raises(mw.ModelError, match=r"gradients are of \['v'\] and the parameters"):
+            method.update({"v": params["w"]}, method.init(params), params)
+
+    def test_a_state_of_other_options(self) -> None:
+        params = {"w": mn.named(jnp.ones([2, 3]), "a:2 b:3")}
+        state = adafactor().init(params)
+        for method, says in [
+            (adafactor(min_dim=2), r"has whole \[a:2 b:3\], and .* rows \[a:2\], columns \[b:3\]"),
+            (adafactor(momentum=0.9), r"whole \[a:2 b:3\], momentum \[a:2 b:3\]. Give min_dim="),
+        ]:
+            with pytest.raises(mw.ModelError, match=says):
+                method.update(params, state, params)
+
     def test_a_gradient_of_other_dims(self) -> None:
         params = {"w": mn.named(jnp.ones([2, 3]), "a:2 b:3")}
         grads = {"w": mn.named(jnp.ones([3, 2]), "b:3 a:2")}

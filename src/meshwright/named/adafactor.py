@@ -154,11 +154,15 @@ class _Adafactor:
                     "adafactor scales steps by the parameters: call update(grads, state, params)."
                 )
             leaves, tree = _leaves(params)
+            of_grads, tree_of_grads = _leaves(grads)
+            if tree_of_grads != tree:
+                raise ModelError(
+                    f"adafactor: the gradients are of {_names_of(grads)} and the parameters "
+                    f"{_names_of(params)}; both are one tree, as jax.grad makes it."
+                )
             moved = [
                 self._one(grad, param, slots, state.count)
-                for grad, param, slots in zip(
-                    _leaves(grads)[0], leaves, _slots(state, tree), strict=True
-                )
+                for grad, param, slots in zip(of_grads, leaves, _slots(state, tree), strict=True)
             ]
             updates = jax.tree.unflatten(tree, [update for update, _ in moved])
             return updates, _state(state.count + 1, [slots for _, slots in moved], tree)
@@ -197,6 +201,12 @@ class _Adafactor:
                 f"a gradient has dims [{text_of(grad.dims)}] and its parameter "
                 f"[{text_of(param.dims)}]; they are the same where jax.grad makes it."
             )
+        if _kinds(slots) != _kinds(self._empty(param)):
+            raise ModelError(
+                f"adafactor: the state of a parameter [{text_of(param.dims)}] has "
+                f"{_kinds(slots)}, and with these options {_kinds(self._empty(param))}. Give "
+                "min_dim=, stacked= and momentum= as where it was made, or begin with init."
+            )
         value, grad = cast(param, jnp.float32), cast(grad, jnp.float32)
         update, slots = self._divided(grad, slots, count)
         if self.clip is not None:
@@ -234,6 +244,17 @@ class _Adafactor:
     def _rms(self, x: NamedArray) -> NamedArray:
         """The root mean square of each parameter of a stack."""
         return sqrt(reduce_mean(square(x), [d for d in x.dims if d.name not in self.stacked]))
+
+
+def _kinds(slots: _Slots) -> str:
+    """The slots that there are, and their dims."""
+    there = ((kind, x) for kind, x in slots._asdict().items() if x is not None)
+    return ", ".join(f"{kind} [{text_of(x.dims)}]" for kind, x in there)
+
+
+def _names_of(tree: Tree) -> str:
+    with_paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
+    return ", ".join(jax.tree_util.keystr(path) for path, _ in with_paths) or "no arrays"
 
 
 def _zeros(dims: Dims) -> NamedArray:
