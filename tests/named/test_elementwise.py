@@ -292,6 +292,19 @@ def test_complex_numbers_have_no_order(function: Callable[..., Any]) -> None:
         function(x, "a")
 
 
+@pytest.mark.parametrize(
+    ("function", "gives"),
+    [
+        (jnp.sum, r"an array of shape \(\) where its operands together have shape \(8,\)"),
+        (jnp.modf, "the function gives tuple"),
+        (lambda array: None, "the function gives NoneType"),
+    ],
+)
+def test_a_function_of_each_element_gives_one_number_for_each(function: Any, gives: str) -> None:
+    with pytest.raises(mw.ArrayError, match=gives):
+        mn.elementwise(function, mn.named(np.ones(8, "float32"), "a:8"))
+
+
 def test_a_softmax_of_complex_numbers_may_be_split() -> None:
     x = np.random.default_rng(0).normal(size=[2, 8]).astype("complex64") * (1 + 2j)
     with mn.rules("a:rows", mw.create_mesh({"rows": 8})):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import DimError
+from ..errors import ArrayError, DimError
 from ..layouts.dim_rules import Dims, DimsLike, text_of
 from .array import NamedArray, as_named, spread, union
 from .operation import example, named_operation, operation
@@ -43,10 +43,25 @@ def apply(
     if out is not None:
         dims = _ordered(dims, dims_among(out, dims), what)
     result = function(*(x if _is_plain(x) else spread(x, dims) for x in arrays))
-    if result.shape != (shape := tuple(dim.size for dim in dims)):
+    if getattr(result, "shape", None) != (shape := tuple(dim.size for dim in dims)):
+        have = {dim for own in several for dim in own}
+        _check_result(result, tuple(dim.size if dim in have else 1 for dim in dims), what)
         result = jnp.broadcast_to(result, shape)
     lie = [x._rules for x, own in zip(arrays, several, strict=True) if own and own == dims]
     return NamedArray(result, dims, lie[0] if lie and all(by is lie[0] for by in lie) else None)
+
+
+def _check_result(result: Any, shape: tuple[int, ...], what: str) -> None:
+    """Raise :class:`ArrayError` for what no function of each element gives."""
+    if getattr(result, "shape", None) != shape:
+        gives = type(result).__name__
+        if hasattr(result, "shape"):
+            gives = f"an array of shape {tuple(result.shape)}"
+        raise ArrayError(
+            f"{what}: the function gives {gives} where its operands together have shape {shape}: "
+            "it is to give one array, of a number for each element. Reductions and products have "
+            "functions of their own, such as reduce_sum and einsum."
+        )
 
 
 def _is_plain(x: Any) -> bool:
@@ -250,6 +265,8 @@ def clip(x: Any, low: Any, high: Any) -> NamedArray:
 @operation
 def elementwise(function: Callable[..., Any], *xs: Any, out: DimsLike | None = None) -> NamedArray:
     """Any function of bare arrays that works element by element and broadcasts as NumPy's do.
+
+    Raises :class:`ArrayError` for one that gives anything but a number for each element.
 
     >>> from meshwright.named import named
     >>> print(elementwise(jnp.hypot, named(jnp.ones(2) * 3, "x:2"), 4.0).array)
