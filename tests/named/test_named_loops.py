@@ -206,11 +206,19 @@ def test_a_carry_that_changes_its_dims_is_refused():
         loops.fori_loop(0, 3, lambda i, x: x + ones("a:2"), ones(""))
 
 
-def test_other_structures_and_types_are_jax_to_refuse():
-    with pytest.raises(TypeError, match="structure"):
-        loops.while_loop(lambda c: True, lambda c: (c, c), ones("a:2"))
-    with pytest.raises(TypeError, match="float32"):
-        loops.while_loop(lambda c: True, lambda c: mn.cast(c, jnp.int32), ones("a:2"))
+def test_a_carry_keeps_its_form_and_its_element_types():
+    with pytest.raises(mw.ModelError, match=r"goes in as \{'x': \*\} and comes out as \(\*, \*\)"):
+        loops.while_loop(lambda c: True, lambda c: (c["x"], c["x"]), {"x": ones("a:2")})
+    with pytest.raises(
+        mw.ArrayError, match=r"carry\['x'\] goes in as int32 and comes out as float"
+    ):
+        loops.scan(
+            lambda c, _: ({"x": c["x"] * 1.5}, None), {"x": mn.arange("a:2")}, None, "steps:3"
+        )
+    with pytest.raises(mw.ArrayError, match="fori_loop: carry goes in as float32 and comes out as"):
+        loops.fori_loop(0, 3, lambda i, c: mn.cast(c, jnp.int32), np.zeros([], "float32"))
+    total = loops.fori_loop(0, 3, lambda i, c: c + jnp.float32(2), 1)  # a number has no type yet
+    assert float(total) == 7
 
 
 def test_wrong_loops_are_refused():
@@ -218,6 +226,10 @@ def test_wrong_loops_are_refused():
     keep = lambda carry, x: (carry, None)  # noqa: E731
     with pytest.raises(mw.DimError, match=r"the condition has dims \[a:2\].*reduce_any"):
         loops.while_loop(lambda x: x > 0, lambda x: x, y)
+    with pytest.raises(mw.ArrayError, match=r"the condition is of type float32.*x > 0"):
+        loops.while_loop(mn.reduce_sum, lambda x: x, y)
+    with pytest.raises(mw.DimError, match=r"scan over 't': xs\[1\] is one number"):
+        loops.scan(keep, y, [x, 3.0], "t")
     with pytest.raises(
         mw.DimError, match=r"scan over 't': xs\['y'\] \[a:2\] has no such dim.*simply use"
     ):

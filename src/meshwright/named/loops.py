@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import DimError, ModelError
+from ..errors import ArrayError, DimError, ModelError
 from ..layouts.dim_rules import Dim, as_dims, text_of
 from .array import NamedArray, as_named, find, lay_out, name_of, position, spread, union
 from .operation import callback, is_named, operation
@@ -44,6 +44,11 @@ def while_loop(cond: Callable[[Any], Any], body: Callable[[Any], Any], init: Any
             raise DimError(
                 f"while_loop: the condition has dims [{text_of(truth.dims)}]; it is one truth "
                 "value. Reduce it with reduce_any or reduce_all."
+            )
+        if truth.dtype != bool:
+            raise ArrayError(
+                f"while_loop: the condition is of type {truth.dtype}; it is one truth value. "
+                "Compare it, as in x > 0."
             )
         return truth.array
 
@@ -195,8 +200,17 @@ def _scanned_dim(xs: Any, dim: str | Dim) -> Dim:
             f"scan over {str(dim)!r}: {', '.join(lack)} {'have' if lack[1:] else 'has'} no such "
             "dim. What is the same in every turn, the body may simply use."
         )
+    if numbers := [jax.tree_util.keystr(path) for path, x in leaves if not _dims_of(x)]:
+        raise DimError(
+            f"scan over {str(dim)!r}: xs{', xs'.join(numbers)} is one number, which has no "
+            "elements. What is the same in every turn, the body may simply use."
+        )
     sizes = [find(x.dims, dim) if is_named(x) else Dim(name, jnp.shape(x)[0]) for _, x in leaves]
     return union(*([size] for size in sizes), what="scan")[0]
+
+
+def _dims_of(x: Any) -> bool:
+    return bool(x.dims if is_named(x) else jnp.ndim(x))
 
 
 def _with_size(dim: str | Dim) -> Dim:
@@ -241,7 +255,10 @@ def _same_carry(before: Any, after: Any, what: str) -> Any:
     leaves, tree = jax.tree_util.tree_flatten_with_path(before, is_leaf=is_named)
     results, same = jax.tree.flatten(after, is_leaf=is_named)
     if tree != same:
-        return after  # JAX says where two structures differ
+        raise ModelError(
+            f"{what}: the carry goes in as {_form(before)} and comes out as {_form(after)}. A "
+            "carry keeps its form: return one of the form that it begins with."
+        )
     pairs = [(path, x, y) for (path, x), y in zip(leaves, results, strict=True)]
     faults = [
         f"{what}: carry{jax.tree_util.keystr(path)} goes in {_dims_text(x)} "
@@ -254,7 +271,40 @@ def _same_carry(before: Any, after: Any, what: str) -> Any:
             "\n".join(faults) + "\nA carry keeps its dims: rename or reduce what the body returns, "
             "or begin with an array that has these dims."
         )
+    if faults := [_type_fault(path, x, y) for path, x, y in pairs if _changes_type(x, y)]:
+        raise ArrayError(
+            "\n".join(f"{what}: {fault}" for fault in faults) + "\nA carry keeps its element "
+            "type: cast what the body returns, or begin with an array of that type."
+        )
     return jax.tree.unflatten(tree, [_like(x, y) for _, x, y in pairs])
+
+
+def _form(tree: Any) -> str:
+    """A carry as one reads it: ``(*, {'x': *})``, with a star for each array."""
+    return str(jax.tree.map(lambda _: _STAR, tree, is_leaf=is_named))
+
+
+class _Star:
+    def __repr__(self) -> str:
+        return "*"
+
+
+_STAR = _Star()
+
+
+def _changes_type(before: Any, after: Any) -> bool:
+    """Whether the type of a carry changes; a Python number takes that of what comes out."""
+    kind = _kind_of(before)
+    return not kind.weak_type and kind.dtype != _kind_of(after).dtype
+
+
+def _kind_of(x: Any) -> Any:
+    return jax.typeof(x.array if is_named(x) else x)
+
+
+def _type_fault(path: Any, before: Any, after: Any) -> str:
+    place, (one, other) = jax.tree_util.keystr(path), (_kind_of(x).dtype for x in (before, after))
+    return f"carry{place} goes in as {one} and comes out as {other}."
 
 
 def _like(before: Any, after: Any) -> Any:
