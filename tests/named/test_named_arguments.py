@@ -42,8 +42,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "key": (lambda: mn.normal(7, "io:3"), "key must be one random key.*received 7"),
     "keys": (lambda: mn.bernoulli(jax.random.split(KEY, 3), "io:3"), "received 3 keys"),
     "floats as key": (lambda: mn.dropout(row(), jnp.ones(2), rate=0.5), "one random key"),
-    "text": (lambda: row() + mn.clip(row(), "one", 1.0), "expected a number or an array"),
-    "ragged": (lambda: mn.named([[1], [1, 2]], "x:2 y:2"), "expected a number or an array"),
+    "text": (lambda: row() + mn.clip(row(), "one", 1.0), "cannot make an array of"),
+    "ragged": (lambda: mn.named([[1], [1, 2]], "x:2 y:2"), "cannot make an array of"),
 }
 
 

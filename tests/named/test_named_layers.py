@@ -341,6 +341,10 @@ def test_rules_may_be_given() -> None:
          DimError, "it has d:2 already, which the layer makes"),
         (lambda: layers.embed(normal("vocab:4 d:2"), mn.named([1], "n:1"), "vocab", by="onehot"),
          ModelError, "by must be 'gather' or 'one_hot'; received 'onehot'"),
+        (lambda: layers.layer_norm(np.ones([2, 4]), "d:4"),  # type: ignore[arg-type]
+         DimError, r"an array of shape \(2, 4\) has no names for its dims"),
+        (lambda: attention()(mask=np.ones([5, 5], bool)),
+         DimError, r"an array of shape \(5, 5\) has no names for its dims"),
         (lambda: layers.Embedding("vocab:4 words:3", "d_model:2").init(jax.random.key(0)),
          DimError, "vocab is one dim, such as 'd_model:64'; received 'vocab:4 words:3'"),
         (lambda: layers.softmax_cross_entropy(normal("batch:2 vocab:4"), mn.named([1], "length:1")),

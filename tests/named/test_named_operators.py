@@ -102,6 +102,13 @@ def test_arrays_without_names_are_refused():
             add()
 
 
+def test_what_is_no_array_is_refused():
+    x = mn.named(counting(2), "a:2")
+    for wrong in (lambda: x + None, lambda: x == {}, lambda: mn.named([[1], [2, 3]], "a:2 b:2")):
+        with pytest.raises(mw.ArrayError, match=r"cannot make an array of .*holds numbers"):
+            wrong()
+
+
 # Broadcasting by name
 
 

@@ -392,6 +392,8 @@ def test_parameters_are_the_same_under_any_rules_which_may_be_given() -> None:
          "a block with cross= takes memory=, .* received cross=None and memory=.'key'."),
         (lambda: ONE.greedy({}, mn.named(ids(1, 9), "batch:1 length:9"), 9),
          "9 tokens are more than the model's 8 positions"),
+        (lambda: ONE.greedy({}, ids(1, 4), 8),  # type: ignore[arg-type]
+         r"an array of shape \(1, 4\) has no names for its dims"),
         (lambda: models.Transformer(SMALL, positions="rope"),  # type: ignore[arg-type]
          "positions must be one of 'learned', .*'none', or a RelativeBias; received 'rope'"),
         (lambda: models.EncoderDecoder(SMALL, positions=None),  # type: ignore[arg-type]

@@ -10,15 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from ..errors import ArrayError, DimError, ModelError
+from ..errors import ArrayError, DimError, MeshwrightError, ModelError
 
 
 def bare_array(x: Any) -> jax.Array:
     """Numbers as a bare array. Raises :class:`ArrayError` for what JAX makes no array of."""
     try:
         return jnp.asarray(x)
+    except MeshwrightError:
+        raise
     except (TypeError, ValueError) as error:
-        raise ArrayError(f"expected a number or an array; received {reprlib.repr(x)}.") from error
+        raise ArrayError(
+            f"cannot make an array of {reprlib.repr(x)}: an array holds numbers or truth values, "
+            "in rows of one length."
+        ) from error
 
 
 def whole_number(value: Any, what: str) -> int:

@@ -188,7 +188,7 @@ def named(array: Any, dims: DimsLike, *, rules: Any = None) -> NamedArray:
     """The array with names for its dims, laid out by the rules in force.
 
     ``dims`` is a string such as ``"batch:64 io:16"``, or dims. Raises :class:`ArrayError` if sizes
-    and shape differ.
+    and shape differ, and for what is no array.
 
     >>> x = named(jnp.ones([8, 2]), "batch:8 io:2")
     >>> x.dims
@@ -237,7 +237,10 @@ def _constrained(array: Any, sharding: Any) -> Any:
 
 
 def as_named(x: Any) -> NamedArray:
-    """A named array as it is; a scalar as one without dims. Raises :class:`DimError` for others."""
+    """A named array as it is; a scalar as one without dims.
+
+    Raises :class:`DimError` for an array without names, and :class:`ArrayError` for what is none.
+    """
     if isinstance(x, NamedArray):
         if (bound := in_force()) is not None:
             bound.see(x._dims)  # a dim may be summed over, and be in no result

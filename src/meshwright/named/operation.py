@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
-from .array import NamedArray, lay_out, using
+from .array import NamedArray, as_named, lay_out, using
 from .rules import inside_operation
 
 _P = ParamSpec("_P")
@@ -30,6 +31,7 @@ def operation(function: Callable[_P, _R]) -> Operation[_P, _R]:
     Operations that it is made of lay nothing out: what lies between is XLA's to choose.
     """
     what = f"result of {function.__name__.lstrip('_')}"
+    names = named_parameters(function)
 
     @functools.wraps(function)
     def call(*args: Any, rules: Any = None, **options: Any) -> Any:
@@ -38,6 +40,7 @@ def operation(function: Callable[_P, _R]) -> Operation[_P, _R]:
         if rules is not None:
             with using(rules):
                 return call(*args, **options)
+        args, options = with_names(names, args, options)
         token = inside_operation.set(True)
         try:
             result = function(*args, **options)
@@ -46,6 +49,39 @@ def operation(function: Callable[_P, _R]) -> Operation[_P, _R]:
         return _settled(result, what)
 
     return call  # type: ignore[return-value]
+
+
+def named_parameters(function: Callable[..., Any]) -> tuple[tuple[int, str, bool], ...]:
+    """Parameters that are named arrays by their annotation: place, name, and whether one may be
+    ``None``."""
+    parameters = enumerate(inspect.signature(function).parameters.items())
+    kinds = {"NamedArray": False, "NamedArray | None": True}
+    return tuple(
+        (place, name, kinds[parameter.annotation])
+        for place, (name, parameter) in parameters
+        if parameter.annotation in kinds and parameter.kind is not parameter.VAR_KEYWORD
+    )
+
+
+def with_names(
+    names: tuple[tuple[int, str, bool], ...], args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function, of which those of its :func:`named_parameters` are named.
+
+    Raises :class:`DimError` for an array that has no names.
+    """
+    for place, name, may_lack in names:
+        by_place = place < len(args)
+        if not by_place and name not in options:
+            continue
+        x = args[place] if by_place else options[name]
+        if isinstance(x, NamedArray) or (x is None and may_lack):
+            continue
+        if by_place:
+            args = (*args[:place], as_named(x), *args[place + 1 :])
+        else:
+            options = {**options, name: as_named(x)}
+    return args, options
 
 
 def named_operation(call: Callable[..., Any], name: str, doc: str) -> Callable[..., Any]:
