@@ -368,3 +368,11 @@ def test_packed_rows_hold_every_text_once() -> None:
             assert not tokens[segments == 0].any()
     assert sorted(results) == sorted(texts)
     assert len(batches) * 4 * 12 < 1.2 * sum(map(len, texts))
+
+
+@pytest.mark.parametrize("tokens", [[1.5, 2.0], ["a", "b"], [True]])
+def test_tokens_are_whole_numbers(tokens: Any) -> None:
+    with pytest.raises(mw.DataError, match="example 1: 'x' is of type .*the ids of its tokens"):
+        list(models.pack([{"x": []}, {"x": tokens}], {"x": 4}))
+    with pytest.raises(mw.DataError, match="example 0: 'x' is of type"):
+        list(models.for_each(lambda batch: batch["x"], [{"x": tokens}], {"x": 4}))

@@ -22,7 +22,7 @@ def pack(
     are three arrays [batch length]: itself, ``<name>_segments``, which number the examples of a row
     from 1, and ``<name>_places``, from 0 in each. What is left is 0 in all. Without ``rows`` there
     is one batch of everything; with it, the last batch is filled up with empty rows. Raises
-    :class:`DataError` for an example that no row has room for. (Packing after Tensor2Tensor and
+    :class:`DataError` for an example that no row has room for, or that is no whole numbers. (Packing after Tensor2Tensor and
     T5, Raffel et al. 2020.)
 
     >>> (batch,) = pack([{"tokens": [5, 6, 7]}, {"tokens": [8, 9]}], {"tokens": 6})
@@ -82,7 +82,18 @@ def sizes_of(example: Example, lengths: Mapping[str, int], number: int) -> dict[
             f"{name!r} has {sizes[name]} and a row {lengths[name]}" for name in too_long
         )
         raise DataError(f"example {number} is too long: {faults}. Cut it, or make rows longer.")
+    for name in lengths:
+        _check_tokens(example[name], name, number)
     return sizes
+
+
+def _check_tokens(tokens: Sequence[int], name: str, number: int) -> None:
+    kind = np.asarray(tokens).dtype
+    if len(tokens) and not np.issubdtype(kind, np.integer):
+        raise DataError(
+            f"example {number}: {name!r} is of type {kind}, and is to be whole numbers, the ids of "
+            "its tokens. Encode texts with a tokenizer first."
+        )
 
 
 def _arrays(
