@@ -433,3 +433,13 @@ class TestErrors:
         rules = mn.rules("experts:all;d_ff:all", mw.create_mesh({"all": 8}), strict=False)
         with rules, pytest.raises(mw.LayoutError, match="'experts:8' and 'd_ff:8'"):
             layer_of(TOP_2).init(jax.random.key(0))
+
+
+def test_no_sequences_have_no_output() -> None:
+    layer = mn.MixtureOfExperts("d_model:8", "d_ff:8", mn.Gating("experts:2", choose="switch"))
+    x = mn.named(np.ones([0, 4, 8], "float32"), "batch:0 length:4 d_model:8")
+    output, _, dropped = layer(layer.init(jax.random.key(0)), x)
+    assert (output.dims, dropped.dims) == (x.dims, x.dims[:2])
+    local = mn.layers.Attention("d_model:8", "heads:2", "d_kv:4", radius=2)
+    none = mn.named(np.ones([2, 0, 8], "float32"), "batch:2 length:0 d_model:8")
+    assert local(local.init(jax.random.key(0)), none).dims == none.dims

@@ -123,7 +123,7 @@ class Gating:
         """
         count = math.prod(dim.size for dim in tokens)
         if self.group_size is None:
-            size = count // tokens[0].size if len(tokens) > 1 else count
+            size = math.prod(dim.size for dim in tokens[1:]) if len(tokens) > 1 else count
         else:
             size = min(self.group_size, count)
         cut = _cut(tokens, size)

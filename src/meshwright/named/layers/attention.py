@@ -214,7 +214,7 @@ class _Cut:
 
     @functools.cached_property
     def block(self) -> Dim:
-        size = _block_size(self.length, min(self.radius, self.length.size))
+        size = _block_size(self.length, max(min(self.radius, self.length.size), 1))
         return Dim(f"{self.length.name}_block", size)
 
     @property
