@@ -329,3 +329,8 @@ def test_what_is_missing_is_missing_in_the_extremes_of_a_split_dim(
 def test_no_elements_have_no_extreme(function: Callable[..., Any]) -> None:
     with pytest.raises(mw.DimError, match="a:0 has no elements"):
         function(mn.named(np.ones([0, 8]), "a:0 b:8"), "a")
+
+
+def test_a_dim_is_reduced_once() -> None:
+    with pytest.raises(mw.DimError, match="dim 'a' appears twice"):
+        mn.softmax(mn.named(np.ones(8, "float32"), "a:8"), "a a")

@@ -386,6 +386,23 @@ class TestErrors:
         with pytest.raises(mw.ModelError, match=r"update\(grads, state, params\)"):
             method.update(params, method.init(params))
 
+    def test_schedules_without_steps(self) -> None:
+        rates = mn.schedules
+        for make, says in [
+            (
+                lambda: rates.truncated_rsqrt(0),
+                "warmup_steps of at least 1; received warmup_steps=0",
+            ),
+            (
+                lambda: rates.noam(-8, 0),
+                "d_model and warmup_steps of at least 1; received d_model=-8",
+            ),
+            (lambda: rates.slanted_triangular(0, 1.0), "steps of at least 1"),
+            (lambda: rates.slanted_triangular(9, 1.0, cut=2.0), "cut=2.0 is a part of all steps"),
+        ]:
+            with pytest.raises(mw.ModelError, match=says):
+                make()
+
     def test_gradients_of_another_tree(self) -> None:
         params, method = {"w": mn.named(jnp.ones([2]), "a:2")}, adafactor()
         with pytest.raises(mw.ModelError, match=r"gradients are of \['v'\] and the parameters"):

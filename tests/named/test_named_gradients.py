@@ -210,6 +210,10 @@ def test_only_large_gradients_are_clipped():
         )
         np.testing.assert_allclose(gradients.grad(f)(x).array, expected, rtol=1e-5)
     np.testing.assert_array_equal(gradients.clip_activation_gradient(x, 1e-9), x)
+    with pytest.raises(
+        mw.ModelError, match=r"rms=-1\.0 is the largest root mean square, at least 0"
+    ):
+        gradients.clip_activation_gradient(x, -1.0)
     wide = mn.cast(x, jnp.bfloat16)
     f = lambda x: mn.reduce_sum(gradients.clip_activation_gradient(x, 1.0) * 1e30)  # noqa: E731
     assert gradients.grad(f)(wide).array.tolist() == [1, 1]

@@ -372,7 +372,7 @@ def test_packed_rows_hold_every_text_once() -> None:
 
 @pytest.mark.parametrize("tokens", [[1.5, 2.0], ["a", "b"], [True]])
 def test_tokens_are_whole_numbers(tokens: Any) -> None:
-    with pytest.raises(mw.DataError, match="example 1: 'x' is of type .*the ids of its tokens"):
+    with pytest.raises(mw.DataError, match=r"example 1: 'x' is of type .*the ids of its tokens"):
         list(models.pack([{"x": []}, {"x": tokens}], {"x": 4}))
     with pytest.raises(mw.DataError, match="example 0: 'x' is of type"):
         list(models.for_each(lambda batch: batch["x"], [{"x": tokens}], {"x": 4}))

@@ -203,7 +203,8 @@ def clip_activation_gradient(x: NamedArray, rms: float) -> NamedArray:
     """The array as it is; the gradient that reaches it is made smaller if it is large.
 
     Its root mean square over all elements is then at most ``rms``, its direction what it was.
-    ``x`` is the array. (Mesh-TensorFlow's operation.)
+    ``x`` is the array. Raises :class:`ModelError` for an ``rms`` below 0. (Mesh-TensorFlow's
+    operation.)
 
     >>> import meshwright.named as mn
     >>> def loss(x):
@@ -211,6 +212,11 @@ def clip_activation_gradient(x: NamedArray, rms: float) -> NamedArray:
     >>> print(mn.grad(loss)(mn.named([1.0, 2.0], "io:2")).array)
     [0.5 0.5]
     """
+
+    if isinstance(rms, (int, float)) and not rms >= 0:
+        raise ModelError(
+            f"clip_activation_gradient: rms={rms!r} is the largest root mean square, at least 0."
+        )
 
     def backward(inputs: Any, result: Any, gradient: NamedArray) -> NamedArray:
         wide = gradient.array.astype(jnp.promote_types(gradient.dtype, jnp.float32))

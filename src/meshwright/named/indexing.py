@@ -171,7 +171,7 @@ def whole_numbers(x: Any, what: str) -> NamedArray:
     x = as_named(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ArrayError(
-            f"{what} are of type {x.dtype}, not whole numbers; cast(..., 'int32') makes them so."
+            f"{what} of type {x.dtype} are not whole numbers; cast(..., 'int32') makes them so."
         )
     return NamedArray(x.array.astype(jnp.int32), x.dims) if x.dtype.itemsize < 4 else x
 

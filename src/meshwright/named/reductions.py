@@ -17,8 +17,9 @@ Over = str | Dim | Iterable[str | Dim] | None  # dims to reduce; none means ever
 
 
 def dims_over(dims: Dims, over: Over) -> Dims:
-    """The dims that ``over`` names, a text perhaps several. Raises :class:`DimError` for others."""
-    return dims if over is None else tuple(find(dims, name) for name in names_in(over))
+    """The dims that ``over`` names, a text perhaps several. Raises :class:`DimError` for others,
+    and for one that is named twice."""
+    return dims if over is None else as_dims([find(dims, name) for name in names_in(over)])
 
 
 def names_in(over: str | Dim | Iterable[str | Dim]) -> list[str | Dim]:

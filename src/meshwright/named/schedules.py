@@ -10,7 +10,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ..errors import ModelError
+
 Schedule = Callable[[Any], Any]
+
+
+def _check(**sizes: float) -> None:
+    """Raise :class:`ModelError` that lists every size below 1."""
+    small = [name for name, size in sizes.items() if isinstance(size, (int, float)) and size < 1]
+    if small:
+        listed = ", ".join(f"{name}={sizes[name]!r}" for name in small)
+        raise ModelError(f"expected {' and '.join(small)} of at least 1; received {listed}.")
 
 
 def truncated_rsqrt(warmup_steps: int = 10_000, multiplier: float = 1.0) -> Schedule:
@@ -20,6 +30,7 @@ def truncated_rsqrt(warmup_steps: int = 10_000, multiplier: float = 1.0) -> Sche
     >>> float(rate(0)), float(rate(100)), float(rate(400))
     (0.1..., 0.1..., 0.05...)
     """
+    _check(warmup_steps=warmup_steps)
     return lambda step: multiplier / jnp.sqrt(jnp.maximum(step, float(warmup_steps)))
 
 
@@ -30,6 +41,7 @@ def noam(d_model: int, warmup_steps: int = 4000, multiplier: float = 1.0) -> Sch
     >>> float(rate(50)) < float(rate(100)) > float(rate(400))
     True
     """
+    _check(d_model=d_model, warmup_steps=warmup_steps)
     scale = multiplier * d_model**-0.5
 
     def rate(step: Any) -> Any:
@@ -50,6 +62,9 @@ def slanted_triangular(
     >>> float(rate(10)), float(rate(100))
     (1.0, 0.03125)
     """
+    _check(steps=steps, ratio=ratio)
+    if not 0 <= cut <= 1:
+        raise ModelError(f"cut={cut!r} is a part of all steps, from 0 to 1.")
     top = max(int(steps * cut), 1)
 
     def rate(step: Any) -> Any:

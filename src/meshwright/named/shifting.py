@@ -36,7 +36,7 @@ def shift(x: Any, offset: Any, dim: str | Dim, *, wrap: bool = False) -> NamedAr
     along = find(x.dims, dim)
     if isinstance(offset, (int, np.integer)):
         return _shifted(x, int(offset), along, wrap)
-    offset = whole_numbers(offset, "shift: the offset")
+    offset = whole_numbers(offset, "shift: the offsets")
     if along in offset.dims or any(offset_dim not in x.dims for offset_dim in offset.dims):
         raise DimError(
             f"shift along {along} of [{text_of(x.dims)}]: the offset has dims "

@@ -6,7 +6,7 @@ import math
 
 import jax.numpy as jnp
 
-from ...errors import DimError
+from ...errors import DimError, ModelError
 from ...layouts.dim_rules import Dim, text_of
 from ..array import NamedArray, find
 from ..elementwise import absolute, equal, maximum, multiply, relu, softplus, square, where
@@ -32,8 +32,8 @@ def softmax_cross_entropy(
     ``smoothing`` spreads that part of the targets over all classes. A class number out of range
     has no logit; give such positions weight 0. Sums are taken in float32 at least. Where classes
     are split, only one maximum and two sums per position are exchanged. Raises :class:`DimError`
-    if dims of the targets are not those of the logits. (Mesh-TensorFlow's loss of this name;
-    z-loss after its Transformer.)
+    if dims of the targets are not those of the logits, and :class:`ModelError` for a ``smoothing``
+    that is no part. (Mesh-TensorFlow's loss of this name; z-loss after its Transformer.)
 
     >>> from meshwright.named import named
     >>> logits = named(jnp.zeros([2, 4]), "batch:2 vocab:4")
@@ -42,6 +42,10 @@ def softmax_cross_entropy(
     """
     vocab = find(logits.dims, over)
     _fit_targets(logits, targets, vocab)
+    if not 0 <= smoothing <= 1:
+        raise ModelError(
+            f"smoothing={smoothing!r} is the part of the targets to spread, from 0 to 1."
+        )
     logits = widened(logits)
     total = logsumexp(logits, vocab)
     if vocab in targets.dims:
@@ -61,13 +65,19 @@ def softmax_cross_entropy(
 def sigmoid_cross_entropy(logits: NamedArray, targets: NamedArray) -> NamedArray:
     """The cross-entropy of the logistic function with ``targets`` from 0 to 1, for every element.
 
-    Dims are those of the ``logits``; large logits of either sign stay finite.
+    Dims are those of the ``logits``; large logits of either sign stay finite. Raises
+    :class:`DimError` for targets with a dim that these lack.
 
     >>> from meshwright.named import named
     >>> loss = sigmoid_cross_entropy(named([0.0, 100.0], "batch:2"), named([1, 0], "batch:2"))
     >>> print(loss.array.round(2))  # log(2) and 100
     [  0.69 100.  ]
     """
+    if extra := [dim for dim in targets.dims if dim not in logits.dims]:
+        raise DimError(
+            f"sigmoid_cross_entropy: the targets [{text_of(targets.dims)}] have {text_of(extra)}, "
+            f"which the logits [{text_of(logits.dims)}] lack. Rename it, or broadcast the logits."
+        )
     logits = widened(logits)
     targets = in_dtype(targets, logits.dtype)
     return relu(logits) - multiply(logits, targets) + softplus(-absolute(logits))

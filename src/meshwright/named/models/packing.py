@@ -22,8 +22,8 @@ def pack(
     are three arrays [batch length]: itself, ``<name>_segments``, which number the examples of a row
     from 1, and ``<name>_places``, from 0 in each. What is left is 0 in all. Without ``rows`` there
     is one batch of everything; with it, the last batch is filled up with empty rows. Raises
-    :class:`DataError` for an example that no row has room for, or that is no whole numbers. (Packing after Tensor2Tensor and
-    T5, Raffel et al. 2020.)
+    :class:`DataError` for an example that no row has room for, or whose tokens are not whole
+    numbers. (Packing after Tensor2Tensor and T5, Raffel et al. 2020.)
 
     >>> (batch,) = pack([{"tokens": [5, 6, 7]}, {"tokens": [8, 9]}], {"tokens": 6})
     >>> for name, array in batch.items():
