@@ -167,3 +167,10 @@ def test_wrong_dims_are_refused():
         random.bernoulli(key, "a:3", x)
     with pytest.raises(mw.ModelError, match=r"temperature=-1.*less than 0 has no meaning"):
         random.sample_with_temperature(key, x, "io", -1)
+
+
+def test_what_is_no_key_is_refused():
+    x = mn.named(np.ones(3, "float32"), "a:3")
+    for wrong in (lambda: mn.normal(0, "a:3"), lambda: mn.dropout(x, None, rate=0.5)):
+        with pytest.raises(mw.ModelError, match="is no random key of JAX"):
+            wrong()

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
+from ..errors import ModelError
 from .array import NamedArray, as_named, lay_out, using
 from .rules import inside_operation
 
@@ -31,7 +32,7 @@ def operation(function: Callable[_P, _R]) -> Operation[_P, _R]:
     Operations that it is made of lay nothing out: what lies between is XLA's to choose.
     """
     what = f"result of {function.__name__.lstrip('_')}"
-    names = named_parameters(function)
+    checks = checks_of(function)
 
     @functools.wraps(function)
     def call(*args: Any, rules: Any = None, **options: Any) -> Any:
@@ -40,7 +41,7 @@ def operation(function: Callable[_P, _R]) -> Operation[_P, _R]:
         if rules is not None:
             with using(rules):
                 return call(*args, **options)
-        args, options = with_names(names, args, options)
+        args, options = checked(checks, args, options)
         token = inside_operation.set(True)
         try:
             result = function(*args, **options)
@@ -51,37 +52,66 @@ def operation(function: Callable[_P, _R]) -> Operation[_P, _R]:
     return call  # type: ignore[return-value]
 
 
-def named_parameters(function: Callable[..., Any]) -> tuple[tuple[int, str, bool], ...]:
-    """Parameters that are named arrays by their annotation: place, name, and whether one may be
-    ``None``."""
-    parameters = enumerate(inspect.signature(function).parameters.items())
-    kinds = {"NamedArray": False, "NamedArray | None": True}
-    return tuple(
-        (place, name, kinds[parameter.annotation])
-        for place, (name, parameter) in parameters
-        if parameter.annotation in kinds and parameter.kind is not parameter.VAR_KEYWORD
-    )
+Checks = tuple[tuple[int, str, Callable[[Any], Any]], ...]
 
 
-def with_names(
-    names: tuple[tuple[int, str, bool], ...], args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a function, of which those of its :func:`named_parameters` are named.
+def checks_of(function: Callable[..., Any]) -> Checks:
+    """Parameters that are looked at before a function runs: place, name, and what checks each.
 
-    Raises :class:`DimError` for an array that has no names.
+    Those that are named arrays by their annotation, and random keys.
     """
-    for place, name, may_lack in names:
-        by_place = place < len(args)
-        if not by_place and name not in options:
-            continue
-        x = args[place] if by_place else options[name]
-        if isinstance(x, NamedArray) or (x is None and may_lack):
-            continue
-        if by_place:
-            args = (*args[:place], as_named(x), *args[place + 1 :])
-        else:
-            options = {**options, name: as_named(x)}
+    found: list[tuple[int, str, Callable[[Any], Any]]] = []
+    is_ours = function.__name__.startswith("_")  # which pass on a key or none
+    for place, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
+        check = _NAMED.get(parameter.annotation)
+        if name == "key":
+            check = _key_or_none if is_ours or parameter.default is None else _key
+        if check is not None and parameter.kind is not parameter.VAR_KEYWORD:
+            found.append((place, name, check))
+    return tuple(found)
+
+
+def checked(
+    checks: Checks, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function after its :func:`checks_of`.
+
+    Raises :class:`DimError` for an array that has no names, and :class:`ModelError` for what is no
+    random key.
+    """
+    for place, name, check in checks:
+        if place < len(args):
+            x = args[place]
+            if (y := check(x)) is not x:
+                args = (*args[:place], y, *args[place + 1 :])
+        elif name in options:
+            x = options[name]
+            if (y := check(x)) is not x:
+                options = {**options, name: y}
     return args, options
+
+
+def _named(x: Any) -> NamedArray:
+    return x if isinstance(x, NamedArray) else as_named(x)
+
+
+def _named_or_none(x: Any) -> NamedArray | None:
+    return None if x is None else _named(x)
+
+
+def _key(key: Any) -> Any:
+    if not hasattr(key, "dtype"):
+        raise ModelError(
+            f"key={key!r} is no random key of JAX: give one, such as key=jax.random.key(0)."
+        )
+    return key
+
+
+def _key_or_none(key: Any) -> Any:
+    return None if key is None else _key(key)
+
+
+_NAMED = {"NamedArray": _named, "NamedArray | None": _named_or_none}
 
 
 def named_operation(call: Callable[..., Any], name: str, doc: str) -> Callable[..., Any]:

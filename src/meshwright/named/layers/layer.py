@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ...errors import DimError
 from ...layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
 from ..array import NamedArray, using
-from ..operation import named_parameters, operation, with_names
+from ..operation import checked, checks_of, operation
 
 Params = dict[str, Any]  # named arrays, and dicts of them
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -58,11 +58,11 @@ def takes(layer: Any, option: str) -> bool:
 
 def under_rules(function: _F) -> _F:
     """Give a function ``rules=``, which are in force while it runs: the context's explicit twin."""
-    names = named_parameters(function)
+    checks = checks_of(function)
 
     @functools.wraps(function)
     def call(*args: Any, rules: Any = None, **options: Any) -> Any:
-        args, options = with_names(names, args, options)
+        args, options = checked(checks, args, options)
         if rules is None:
             return function(*args, **options)
         with using(rules):
