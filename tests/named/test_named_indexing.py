@@ -216,6 +216,15 @@ def x8() -> mn.NamedArray:
     return mn.named(np.arange(64).reshape(8, 8), "a:8 b:8")
 
 
+@pytest.mark.parametrize("rules", ["", "a:all"])
+def test_zeros_of_either_sign_are_equals(rules: str) -> None:
+    x = np.array([-0.0, 0.0, 2.0, -0.0, -1.0, 0.0, -0.0, 0.0], "float32")
+    with mn.rules(rules, mw.create_mesh({"all": 8})):
+        values, places = ordering.top_k(mn.named(x, "a:8"), "a", "k:4")
+    np.testing.assert_array_equal(values, [2, 0, 0, 0])
+    np.testing.assert_array_equal(places, [2, 0, 1, 3])
+
+
 REFUSED = [
     ("arange of two", lambda x: indexing.arange("a:8 b:8"), "along one dim.*received .a:8 b:8."),
     ("one_hot of two", lambda x: indexing.one_hot(x, "d:8 e:8"), "one_hot goes along one dim"),

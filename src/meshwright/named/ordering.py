@@ -162,9 +162,16 @@ def _largest(x: NamedArray, along: Dim, k: Dim) -> tuple[NamedArray, NamedArray]
 
 
 def _of_piece(array: Any, *, where: int, count: int, axis: str | None = None) -> list[Any]:
-    values, places = jax.lax.top_k(jnp.moveaxis(array, where, -1), count)
+    values, places = jax.lax.top_k(_of_one_zero(jnp.moveaxis(array, where, -1)), count)
     begin = 0 if axis is None else jax.lax.axis_index(axis) * array.shape[where]
     return [values, places + begin]
+
+
+def _of_one_zero(array: Any) -> Any:
+    """The same numbers with no -0.0 among them, which XLA sorts below 0.0 though they are equal."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return array - jnp.where(array == 0, jax.lax.stop_gradient(array), jnp.zeros((), array.dtype))
 
 
 def _of_few(values: Any, places: Any, *, count: int) -> list[Any]:
