@@ -176,6 +176,9 @@ def test_what_cannot_be_is_refused() -> None:
     program = mw.jax_program(loss, PARAMS, optax.sgd(0.1))
     placement = mw.Placement.of(mw.create_mesh({"batch": 8}))
     trainer = mw.Trainer(program, placement, mw.StepOptions(local=mw.LocalSGD(2)))
+    for one in (trainer.put(BATCHES[0][0]), trainer.put({"x": BATCHES[0][0]})):
+        with pytest.raises(mw.BatchError, match=r"local=.* takes a tuple of batches, all of one"):
+            trainer.step.lower(trainer.init(), one)
     odd = trainer.put(tuple(array[:12] for array in BATCHES[0]), last=True)
     with pytest.raises(mw.BatchError, match="12 rows do not divide over 8 replicas"):
         trainer.step.lower(trainer.init(), (odd, odd))

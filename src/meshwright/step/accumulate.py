@@ -45,7 +45,7 @@ def accumulating_step(
     """
 
     def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
-        _check_alike(batches)
+        check_alike(batches, "accumulate= above 1 a step takes a tuple of micro-batches")
         micro = _Micro(program, gradient, sharing)
         run = _WAYS[_way_override.get() or _way(micro, whole, batches)]
         state, grads, logs = run(micro, whole, batches)
@@ -219,15 +219,17 @@ _WAYS: dict[Way, Callable[..., tuple[TrainState, Arrays, Logs]]] = {
 }
 
 
-def _check_alike(batches: Any) -> None:
-    """Raise :class:`BatchError` for what is not a tuple of batches of one kind, as one batch is."""
+def check_alike(batches: Any, takes: str) -> None:
+    """Raise :class:`BatchError` for what is not a tuple of batches of one kind, as one batch is.
+
+    ``takes`` says which option asks for such a tuple.
+    """
     kinds = [_kind(batch) for batch in batches] if isinstance(batches, tuple | list) else []
     if len(set(kinds)) != 1:
         shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", batches)
         raise BatchError(
-            "with accumulate= above 1 a step takes a tuple of micro-batches, all of one kind; "
-            f"received {shapes}. Pass (batch, batch), or call Trainer.steps, which takes batches "
-            "one by one."
+            f"with {takes}, all of one kind; received {shapes}. Pass (batch, batch), or call "
+            "Trainer.steps, which takes batches one by one."
         )
 
 

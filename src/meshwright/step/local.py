@@ -123,6 +123,8 @@ def local_step(
     where a replica is more than one device, and :class:`~meshwright.BatchError` for batches that do
     not divide.
     """
+    from .accumulate import check_alike
+
     refuse_split(placement, f"local={local!r}")
     count = placement.batch_shards
     differentiate = of(program, float(count) if program.reduction == "sum" else 1.0)
@@ -130,6 +132,8 @@ def local_step(
     seeds = {info.path for info in program.state if info.role == "seed"} - {ROWS_SO_FAR}
 
     def train_step(whole: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Logs]:
+        if local.every > 1:
+            check_alike(batches, f"local={local!r} a step takes a tuple of batches")
         batches = (batches,) if local.every == 1 else tuple(batches)
         rows = _Seen("sum" if program.reduction == "sum" else "mean")
 
