@@ -365,6 +365,20 @@ def test_a_loss_with_dims_is_an_error():
         train(mw.Trainer(several, placed("2-D")), [{"x": np.ones([BATCH, IO])}])
 
 
+@pytest.mark.parametrize(
+    ("logs", "says"),
+    [((3,), "the logs that a loss returns must be a dict"), ((3, 4), "received tu")],
+)
+def test_a_loss_with_other_logs_is_an_error(logs, says):
+    wrong = mw.named_program(
+        lambda p, b: (mn.reduce_sum(p["w"]), *logs),
+        {"w": mn.named(np.ones(4, "float32"), "io:4")},
+        optax.sgd(0.1),
+    )
+    with pytest.raises(mw.ModelError, match=says):
+        train(mw.Trainer(wrong, alone()), [{"x": np.ones([BATCH, IO])}])
+
+
 def test_prediction_needs_a_forward_function():
     with pytest.raises(mw.ModelError, match="no forward function: pass forward="):
         program().forward({}, {}, None, False)

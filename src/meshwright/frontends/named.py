@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -76,6 +76,8 @@ def named_program(
     def scalar_loss(params: Params, batch: Any, **more: Any) -> Any:
         batch = batch if batch_names is None else _with_names(batch, batch_names)
         result = loss(params, batch, **more)
+        if isinstance(result, tuple) and not _has_logs(result):
+            return result  # which is refused as that of any program is
         value, logs = result if isinstance(result, tuple) else (result, {})
         return _scalar(value, "the loss"), {k: _scalar(v, f"log {k!r}") for k, v in logs.items()}
 
@@ -157,6 +159,11 @@ def _keys(tree: Any) -> str:
     return ", ".join(
         repr(jax.tree_util.keystr(path, simple=True, separator="/")) for path, _ in paths
     )
+
+
+def _has_logs(result: tuple[Any, ...]) -> bool:
+    """Whether these are a loss and its logs."""
+    return len(result) == 2 and isinstance(result[1], Mapping)
 
 
 def _scalar(value: Any, what: str) -> Any:
