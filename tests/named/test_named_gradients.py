@@ -218,3 +218,22 @@ def test_only_large_gradients_are_clipped():
     f = lambda x: mn.reduce_sum(gradients.clip_activation_gradient(x, 1.0) * 1e30)  # noqa: E731
     assert gradients.grad(f)(wide).array.tolist() == [1, 1]
     assert gradients.grad(lambda x: f(x) * 0)(wide).array.tolist() == [0, 0]
+
+
+def test_gradients_of_another_form_are_refused() -> None:
+    x = mn.named(np.ones(3, "float32"), "io:3")
+    for backward, says in [
+        (lambda inputs, result, gradient: [gradient], "is a list of another form"),
+        (lambda inputs, result, gradient: 0.0, r"input 0 \[io:3\] has the gradient \[\]"),
+    ]:
+        function = gradients.custom_gradient(mn.square, backward)
+        with pytest.raises(mw.DimError, match=says):
+            mn.grad(lambda x, function=function: mn.reduce_sum(function(x)))(x)
+    with pytest.raises(mw.ModelError, match="has_aux=True the function returns two things"):
+        mn.grad(mn.reduce_sum, has_aux=True)(x)
+    both = gradients.custom_gradient(
+        lambda tree: tree["a"] * tree["b"], lambda inputs, result, g: {"a": g, "b": None}
+    )
+    tree = {"a": x, "b": x}
+    of = mn.grad(lambda tree: mn.reduce_sum(both(tree)))(tree)
+    np.testing.assert_array_equal([of["a"], of["b"]], [[1, 1, 1], [0, 0, 0]])

@@ -107,6 +107,11 @@ def test_what_is_no_array_is_refused():
     for wrong in (lambda: x + None, lambda: x == {}, lambda: mn.named([[1], [2, 3]], "a:2 b:2")):
         with pytest.raises(mw.ArrayError, match=r"cannot make an array of .*holds numbers"):
             wrong()
+    for wrong in (lambda: mn.cast(x, "flot32"), lambda: mn.einsum([x, x], dtype="flot32")):
+        with pytest.raises(mw.ArrayError, match="unknown element type 'flot32'"):
+            wrong()
+    with pytest.raises(mw.DimError, match=r"einsum\(\[x, w\]\).* not an array \[a:2\]"):
+        mn.einsum(x, x)  # type: ignore[arg-type]
 
 
 # Broadcasting by name

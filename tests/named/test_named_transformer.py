@@ -394,7 +394,7 @@ def test_parameters_are_the_same_under_any_rules_which_may_be_given() -> None:
          "9 tokens are more than the model's 8 positions"),
         (lambda: ONE.greedy({}, ids(1, 4), 8),  # type: ignore[arg-type]
          r"an array of shape \(1, 4\) has no names for its dims"),
-        (lambda: ONE.init(0), r"key=0 is no random key of JAX: .*key=jax\.random\.key\(0\)"),
+        (lambda: ONE.init(0), r"key must be one random key, as jax\.random\.key\(0\).*received 0"),
         (lambda: models.Transformer(SMALL, positions="rope"),  # type: ignore[arg-type]
          "positions must be one of 'learned', .*'none', or a RelativeBias; received 'rope'"),
         (lambda: models.EncoderDecoder(SMALL, positions=None),  # type: ignore[arg-type]

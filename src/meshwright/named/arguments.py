@@ -26,6 +26,16 @@ def bare_array(x: Any) -> jax.Array:
         ) from error
 
 
+def dtype_of(dtype: Any) -> Any:
+    """An element type, from its name or itself. Raises :class:`ArrayError` for anything else."""
+    try:
+        return None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        raise ArrayError(
+            f"unknown element type {dtype!r}; expected one such as 'float32' or jnp.int32."
+        ) from None
+
+
 def whole_number(value: Any, what: str) -> int:
     """A whole number as Python's own.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .. import _compat
 from ..errors import DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
+from .arguments import dtype_of
 from .array import NamedArray, as_named, spread, union
 from .meeting import Meeting
 from .operation import operation
@@ -56,8 +57,14 @@ def einsum(
             f"einsum takes arrays whose dims have names, and no subscripts such as {xs!r}: "
             "einsum([x, w]), or einsum([x, w], out='batch:64 hidden:16')."
         )
+    if isinstance(out, NamedArray):
+        raise DimError(
+            "einsum takes its arrays in a list, einsum([x, w]); what stands second are the dims of "
+            f"the result, and not an array [{text_of(out.dims)}]."
+        )
     if isinstance(xs, NamedArray):
         xs = [xs]
+    dtype = dtype_of(dtype)
     arrays = [as_named(x) for x in xs]
     if not arrays:
         raise DimError("einsum needs at least one array.")

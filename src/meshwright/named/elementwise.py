@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import ArrayError, DimError
 from ..layouts.dim_rules import Dims, DimsLike, text_of
+from .arguments import dtype_of
 from .array import NamedArray, as_named, spread, union
 from .operation import example, named_operation, operation
 from .reductions import dims_among
@@ -248,6 +249,7 @@ def cast(x: Any, dtype: Any) -> NamedArray:
     >>> print(mn.cast(mn.named([1.5, 2.0], "x:2"), "int32").array)
     [1 2]
     """
+    dtype = dtype_of(dtype)
     return apply(lambda a: a.astype(dtype), x, what="cast")
 
 

@@ -55,6 +55,11 @@ def value_and_grad(
 
     def bare(*args: Any, **options: Any) -> tuple[Any, Any]:
         result = callback(function)(*args, **options)
+        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            raise ModelError(
+                "with has_aux=True the function returns two things, the value and what goes with "
+                f"it; received {type(result).__name__}."
+            )
         value = as_named(result[0] if has_aux else result)
         if value.dims:
             raise DimError(
@@ -251,18 +256,35 @@ def _fitting(gradients: tuple[Any, ...], inputs: tuple[Any, ...]) -> tuple[Any, 
     faults: list[str] = []
 
     def in_order(place: int, path: Any, x: Any, gradient: Any) -> Any:
-        if not (is_named(x) and is_named(gradient)):
+        if gradient is None or not is_named(x):
             return gradient  # None is zero for JAX
+        if not is_named(gradient):
+            if jnp.shape(gradient) == x.array.shape:
+                return gradient
+            gradient = as_named(gradient)
         if set(x.dims) == set(gradient.dims):
             return NamedArray(spread(gradient, x.dims), x.dims)
         what = f"input {place}{jax.tree_util.keystr(path)} [{text_of(x.dims)}]"
         faults.append(f"custom_gradient: {what} has the gradient [{text_of(gradient.dims)}].")
         return gradient
 
+    def is_like(x: Any, gradient: Any) -> bool:
+        try:
+            parts = jax.tree.structure(x, is_leaf=is_named).flatten_up_to(gradient)
+        except (TypeError, ValueError):
+            return False
+        return not any(isinstance(part, list | tuple | dict) for part in parts)
+
     def ordered(place: int, x: Any, gradient: Any) -> Any:
         ordered_leaf = functools.partial(in_order, place)
         if gradient is None:
             return None
+        if not is_like(x, gradient):
+            faults.append(
+                f"custom_gradient: the gradient of input {place} is a {type(gradient).__name__} "
+                f"of another form than the input, which is a {type(x).__name__}."
+            )
+            return gradient
         return jax.tree_util.tree_map_with_path(ordered_leaf, x, gradient, is_leaf=is_named)
 
     pairs = zip(inputs, gradients, strict=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ArrayError, DimError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
-from .arguments import whole_number
+from .arguments import dtype_of, whole_number
 from .array import NamedArray, as_named, find, position, spread, union
 from .operation import operation
 from .pieces import on_pieces, split_of
@@ -26,7 +26,7 @@ def arange(dim: DimsLike, dtype: Any = jnp.int32) -> NamedArray:
     Array([0, 1, 2, 3], dtype=int32)
     """
     (along,) = _one(dim, "arange")
-    return NamedArray(jnp.arange(along.size, dtype=dtype), (along,))
+    return NamedArray(jnp.arange(along.size, dtype=dtype_of(dtype)), (along,))
 
 
 @operation
@@ -46,6 +46,7 @@ def one_hot(
     indices = whole_numbers(indices, "one_hot: the indices")
     (along,) = _one(dim, "one_hot")
     dims = as_dims((*indices.dims, along))
+    dtype = dtype_of(dtype)
     places = jax.lax.broadcasted_iota(jnp.int32, [d.size for d in dims], len(dims) - 1)
     hot = indices.array[..., None] == places
     return NamedArray(jnp.where(hot, jnp.asarray(on, dtype), jnp.asarray(off, dtype)), dims)

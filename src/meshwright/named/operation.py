@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
-from ..errors import ModelError
+from .arguments import random_key
 from .array import NamedArray, as_named, lay_out, using
 from .rules import inside_operation
 
@@ -60,15 +60,15 @@ def checks_of(function: Callable[..., Any]) -> Checks:
 
     Those that are named arrays by their annotation, and random keys.
     """
-    found: list[tuple[int, str, Callable[[Any], Any]]] = []
+    checks: list[tuple[int, str, Callable[[Any], Any]]] = []
     is_ours = function.__name__.startswith("_")  # which pass on a key or none
     for place, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
         check = _NAMED.get(parameter.annotation)
         if name == "key":
-            check = _key_or_none if is_ours or parameter.default is None else _key
+            check = _key_or_none if is_ours or parameter.default is None else random_key
         if check is not None and parameter.kind is not parameter.VAR_KEYWORD:
-            found.append((place, name, check))
-    return tuple(found)
+            checks.append((place, name, check))
+    return tuple(checks)
 
 
 def checked(
@@ -99,16 +99,8 @@ def _named_or_none(x: Any) -> NamedArray | None:
     return None if x is None else _named(x)
 
 
-def _key(key: Any) -> Any:
-    if not hasattr(key, "dtype"):
-        raise ModelError(
-            f"key={key!r} is no random key of JAX: give one, such as key=jax.random.key(0)."
-        )
-    return key
-
-
 def _key_or_none(key: Any) -> Any:
-    return None if key is None else _key(key)
+    return None if key is None else random_key(key)
 
 
 _NAMED = {"NamedArray": _named, "NamedArray | None": _named_or_none}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..errors import DimError, ModelError
 from ..layouts.dim_rules import Dim, Dims, DimsLike, as_dims, text_of
-from .arguments import float_type, random_key
+from .arguments import float_type
 from .array import NamedArray, as_named, spread
 from .elementwise import add, divide, where
 from .operation import operation
@@ -100,7 +100,7 @@ def bernoulli(key: Any, dims: DimsLike, probability: Any = 0.5) -> NamedArray:
     likely = spread(chance, dims)
     if not jnp.issubdtype(likely.dtype, jnp.floating):
         likely = likely.astype(jnp.float32)  # JAX takes no whole numbers, such as 1
-    return NamedArray(jax.random.bernoulli(random_key(key), likely, _shape(dims)), dims)
+    return NamedArray(jax.random.bernoulli(key, likely, _shape(dims)), dims)
 
 
 @operation
@@ -189,7 +189,7 @@ def _keep_probability(rate: float | None, keep_prob: float | None) -> float:
 
 def _draw(draw: Any, key: Any, dims: DimsLike, dtype: Any, *args: Any) -> NamedArray:
     dims = as_dims(dims)
-    return NamedArray(draw(random_key(key), _shape(dims), dtype, *args), dims)
+    return NamedArray(draw(key, _shape(dims), dtype, *args), dims)
 
 
 def _shape(dims: Dims) -> tuple[int, ...]:
