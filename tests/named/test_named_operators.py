@@ -93,6 +93,17 @@ def test_element_types():
     assert mn.einsum([half, half, half], "", dtype=jnp.float32).dtype == jnp.float32
 
 
+@pytest.mark.parametrize("kind", ["bool", "int8", "bfloat16"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_all_sums_of_a_product_are_of_the_dtype(kind, count):
+    x = np.ones([300, 2], jnp.dtype(kind))  # a sum of 300 is in no int8 and not in bfloat16
+    arrays = [mn.named(x, "a:300 b:2"), mn.named(x[:, 0], "c:300"), mn.named(x[:1, 0], "d:1")]
+    result = mn.einsum(arrays[:count], "b", dtype="float32")
+    np.testing.assert_array_equal(result, np.full(2, 300.0 ** min(count, 2), "float32"))
+    both = mn.einsum([arrays[0], arrays[0]], "", dtype="float32")
+    assert float(both) == 600
+
+
 def test_arrays_without_names_are_refused():
     x = mn.named(counting(2), "a:2")
     for add in (lambda: x + jnp.ones(2), lambda: np.ones(2) + x, lambda: mn.exp([1.0, 2.0])):

@@ -124,6 +124,10 @@ def _product_of_two(
         _without_its_own(one, out_dims, other, dtype or promoted),
         _without_its_own(other, out_dims, one, dtype or promoted),
     )
+    apart = (x.dims, y.dims) != (one.dims, other.dims)
+    if dtype is not None and (apart or jnp.issubdtype(promoted, jnp.bool_)):
+        # A count is of no fewer bits than the result, nor is what was summed before the product.
+        promoted = jnp.promote_types(promoted, dtype)
     both = [dim for dim in x.dims if dim in y.dims]
     summed, batch = [d for d in both if d not in out_dims], [d for d in both if d in out_dims]
     places = (_places(x, summed), _places(y, summed)), (_places(x, batch), _places(y, batch))
