@@ -104,6 +104,17 @@ def test_all_sums_of_a_product_are_of_the_dtype(kind, count):
     assert float(both) == 600
 
 
+def test_a_product_of_several_types_is_of_their_promoted_one():
+    kinds = [("int8", "a:2 d:2"), ("int32", ""), ("uint8", ""), ("bfloat16", "c:2 a:2")]
+    arrays = [
+        mn.named(jnp.ones([dim.size for dim in mn.as_dims(dims)], kind), dims)
+        for kind, dims in kinds
+    ]
+    result = mn.einsum(arrays, "a d")
+    assert result.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(result, "float32"), [[2, 2], [2, 2]])
+
+
 def test_arrays_without_names_are_refused():
     x = mn.named(counting(2), "a:2")
     for add in (lambda: x + jnp.ones(2), lambda: np.ones(2) + x, lambda: mn.exp([1.0, 2.0])):

@@ -198,7 +198,13 @@ def _product_of_any(
     arrays: Sequence[NamedArray], out_dims: Dims, *, precision: Any, dtype: Any
 ) -> Any:
     letters = {dim: i for i, dim in enumerate(union(*(x.dims for x in arrays), what="einsum"))}
-    operands = [part for x in arrays for part in (x.array, [letters[dim] for dim in x.dims])]
+    # Of several types jnp.einsum makes products that are wider than what it asks of the last one.
+    promoted = jnp.result_type(*(x.array for x in arrays))
+    operands = [
+        part
+        for x in arrays
+        for part in (x.array.astype(promoted), [letters[dim] for dim in x.dims])
+    ]
     result = [letters[dim] for dim in out_dims]
     return jnp.einsum(*operands, result, precision=precision, preferred_element_type=dtype)
 
