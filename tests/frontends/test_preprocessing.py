@@ -198,6 +198,28 @@ def test_a_model_that_takes_strings_is_refused_by_its_input() -> None:
         mw.Server(_lookup(Bins(name="words"), "string"))
 
 
+def test_a_crop_that_is_drawn_in_the_step_is_refused_by_its_name() -> None:
+    """JAX cannot compile its slices; Keras runs such a model piece by piece."""
+    strategy = mw.DataParallel(mw.create_mesh({"batch": 8}))
+    x, y = np.zeros([8, 6, 6, 1], "float32"), np.zeros([8, 1], "float32")
+
+    def cropping(size: int) -> keras.Model:
+        crop = keras.layers.RandomCrop(size, size, name="crop")
+        head = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input([6, 6, 1]), crop, *head], name="eyes")
+        model.compile("sgd", "mse")
+        return model
+
+    def dry_run(model: keras.Model, x: Any, y: Any) -> Any:
+        return mw.dry_run(model, (x, y), strategy=strategy, target="cpu:8")
+
+    for call in (strategy.fit, dry_run):
+        with pytest.raises(mw.ModelError, match=r"'eyes'.*layer 'crop' \(RandomCrop\) cuts at"):
+            call(cropping(4), x, y)
+    assert strategy.predict(cropping(4), x, verbose=0).shape == (8, 1)
+    strategy.fit(cropping(6), x, y, verbose=0)  # nothing is drawn
+
+
 @pytest.mark.filterwarnings("ignore:The structure of `inputs` doesn't match")  # so in Keras alone
 def test_inputs_that_were_an_attribute_of_a_layer_keep_their_names() -> None:
     """As those of a ``FeatureSpace``: Keras' dict is no container to JAX."""

@@ -16,6 +16,7 @@ from ...planning.abstract_step import AbstractStep, on_batch
 from ...program import Batch
 from . import batches
 from .hooks import Hooks
+from .host_layers import check_trainable
 from .options import check_compiled
 from .pending import WaitingRoom, begin_with, begun, filled, is_pending, waiting_room
 from .program import KerasVariables, steps_of
@@ -118,6 +119,7 @@ def check_batch(model: keras.Model, batch: Batch) -> None:
     if not isinstance(model, keras.Model):
         raise ModelError(f"expected a compiled Keras model or a Program; received {model!r}.")
     check_compiled(model)
+    check_trainable(model)
     needs_targets = _compat.has_loss(model) and not _compat.has_own(model, "train_step")
     received = type(batch).__name__
     if isinstance(batch, tuple | list):

@@ -1,4 +1,4 @@
-"""Layers that look values up on the host, so that no compiled step can contain them."""
+"""Layers that no compiled step can contain; most of them look values up on the host."""
 
 from __future__ import annotations
 
@@ -30,6 +30,28 @@ def check_traceable(model: keras.Model) -> None:
             "the data before, and begin the model with the numbers that they make: "
             "keras.Input([1], dtype='int32')."
         )
+
+
+def check_trainable(model: keras.Model) -> None:
+    """Raise :class:`ModelError` for a graph with a ``RandomCrop`` that draws where it cuts.
+
+    It slices by numbers that are drawn in the step, which JAX cannot compile; Keras runs the whole
+    model piece by piece for it.
+    """
+    for layer in _called(model):
+        if isinstance(layer, keras.layers.RandomCrop) and _draws(layer):
+            raise ModelError(
+                f"model {model.name!r} cannot be compiled for training: layer {layer.name!r} "
+                "(RandomCrop) cuts at places that are drawn in the step. Apply it to the data "
+                "before, or begin the model with a layer of your own that cuts by "
+                "jax.lax.dynamic_slice."
+            )
+
+
+def _draws(layer: Any) -> bool:
+    """Whether pictures are larger than what is cut out; others are only resized."""
+    height, width = layer.input.shape[layer.height_axis], layer.input.shape[layer.width_axis]
+    return None in (height, width) or (height > layer.height and width > layer.width)
 
 
 def _looking_up() -> tuple[type, ...]:

@@ -16,7 +16,7 @@ from ... import _compat
 from ...data.putter import holds_numbers, not_numbers_text, symbolic_text
 from ...errors import DataError, ModelError
 from ...run.options import Data, Schedule, Validation
-from .host_layers import check_traceable
+from .host_layers import check_traceable, check_trainable
 from .preprocessing import preprocessed_to_fit
 
 
@@ -56,6 +56,7 @@ def check_fit(
     Raises :class:`ModelError` and :class:`DataError` for invalid arguments.
     """
     check_compiled(model)
+    check_trainable(model)
     reading = {"batch_size": data.batch_size, "steps_per_epoch": data.steps}
     reading |= {"shuffle": data.shuffle, "class_weight": data.class_weight}
     held_out = {f"validation_{name}": v for name, v in vars(validation).items() if name != "data"}
