@@ -270,3 +270,21 @@ def test_convolutions_whose_channels_are_split_train_in_stages() -> None:
         results.append(model.get_weights())
     for actual, expected in zip(*results, strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+def pointwise() -> keras.Model:
+    """Equal blocks with convolutions whose windows are one place, whole, or of a single place."""
+    x = inputs = keras.Input([2, 2, 4])
+    for number in range(2):
+        x = layers.Conv2D(4, 1, activation="tanh", groups=2, name=f"block{number}_mixed")(x)
+        hidden = layers.Conv2D(4, 2, activation="tanh", name=f"block{number}_whole")(x)
+        x = x + layers.Conv2DTranspose(4, 2, strides=2, name=f"block{number}_spread")(hidden)
+    model = keras.Model(inputs, layers.Dense(4)(x))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def test_convolutions_that_are_products_train_in_stages() -> None:
+    """XLA's partitioner computes them wrong where the rows of a stage lie on several devices."""
+    images = np.random.default_rng(0).normal(size=[ROWS, 2, 2, 4]).astype("float32")
+    assert_trains_as_on_one_device(pointwise, images, mw.Pipeline("stage", 2))

@@ -17,6 +17,7 @@ import numpy as np
 from .. import _compat
 from ..errors import PipelineError
 from ..jaxprs.primitives import inner_jaxprs, opened
+from .window_products import is_product, product
 
 Var = Any
 Values = dict[Var, Any]
@@ -48,8 +49,10 @@ def _read(atom: Any, values: Values) -> Any:
 def _results(eqn: Any, read: list[Any]) -> list[Any]:
     """Of one equation."""
     make = _MADE_ANEW.get(eqn.primitive.name)
-    if make is not None and _names_a_mesh(eqn):
+    if make is not None and _is_other_here(eqn):
         return make(eqn, read)
+    if is_product(eqn):
+        return [product(eqn, *read)]
     if eqn.primitive.name == "sharding_constraint":
         return [_with_sharding(eqn, read[0])]
     typed = [name for name in _SHARDINGS if eqn.params.get(name) is not None]
@@ -58,14 +61,18 @@ def _results(eqn: Any, read: list[Any]) -> list[Any]:
     return _in_this_mesh(eqn, _compat.evaluate_here(eqn, read))
 
 
-def _names_a_mesh(eqn: Any) -> bool:
-    """Whether what it reads or makes is typed by a mesh, as behind a layout, or laid out within."""
+def _is_other_here(eqn: Any) -> bool:
+    """Whether what it reads or makes is typed by a mesh, as behind a layout, or laid out within, or
+    it holds a convolution that is taken as a product."""
     avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
     if any(not aval.sharding.mesh.empty for aval in avals):
         return True
     inner = itertools.chain.from_iterable(inner_jaxprs(eqn).values())
     own = itertools.chain.from_iterable(opened(jaxpr).eqns for jaxpr in inner)
-    return any(one.primitive.name == "sharding_constraint" or _names_a_mesh(one) for one in own)
+    return any(
+        one.primitive.name == "sharding_constraint" or is_product(one) or _is_other_here(one)
+        for one in own
+    )
 
 
 def _with_sharding(eqn: Any, value: Any) -> Any:
