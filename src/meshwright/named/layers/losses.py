@@ -33,7 +33,7 @@ def softmax_cross_entropy(
     has no logit; give such positions weight 0. Sums are taken in float32 at least. Where classes
     are split, only one maximum and two sums per position are exchanged. Raises :class:`DimError`
     if dims of the targets are not those of the logits, and :class:`ModelError` for a ``smoothing``
-    that is no part. (Mesh-TensorFlow's loss of this name; z-loss after its Transformer.)
+    outside of 0 to 1. (Mesh-TensorFlow's loss of this name; z-loss after its Transformer.)
 
     >>> from meshwright.named import named
     >>> logits = named(jnp.zeros([2, 4]), "batch:2 vocab:4")

@@ -16,7 +16,7 @@ _LAGS = 2.0  # a worker whose steps take so many times the median's is a straggl
 class Look:
     """What the coordinator says at one moment; counts are since it was made.
 
-    ``lives`` tells a worker that began anew, whose count began at 0, from the one before it.
+    ``lives`` changes where a worker was started again, whose count began at 0.
     """
 
     at_s: float

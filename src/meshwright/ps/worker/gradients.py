@@ -80,7 +80,7 @@ def _number(value: Any) -> Any:
 def pairs_of(pairs: Any) -> list[Any]:
     """What ``apply_gradients`` takes, as a list.
 
-    Raises :class:`~meshwright.errors.ArrayError` for what is no list of pairs.
+    Raises :class:`~meshwright.errors.ArrayError` for anything else.
     """
     if not isinstance(pairs, Iterable):
         raise ArrayError(
@@ -193,7 +193,7 @@ def _array(value: Any, spec: VariableSpec) -> np.ndarray:
 
 
 def _floats(values: np.ndarray, spec: VariableSpec) -> np.ndarray:
-    """A gradient as servers take it: bfloat16 and its like, which they do not know, as float32."""
+    """A gradient as servers take it: as float32, where they lack its type, such as bfloat16."""
     if values.dtype.kind == "V" and not values.dtype.name.startswith(("void", "int", "uint")):
         return values.astype(np.float32)
     if values.dtype.kind != "f":
