@@ -188,7 +188,7 @@ def named(array: Any, dims: DimsLike, *, rules: Any = None) -> NamedArray:
     """The array with names for its dims, laid out by the rules in force.
 
     ``dims`` is a string such as ``"batch:64 io:16"``, or dims. Raises :class:`ArrayError` if sizes
-    and shape differ, and for anything else.
+    and shape differ, and for what no array can be made of.
 
     >>> x = named(jnp.ones([8, 2]), "batch:8 io:2")
     >>> x.dims
