@@ -77,7 +77,7 @@ UPDATED = ("dp8-dense", "model-dense", "zero3-model-wide")
 
 
 def _optimizers(row: Row, precision: str) -> tuple[str, ...]:
-    """Those that a row is asked with: with every one where they see the layout, else with two.
+    """Those that a row is asked with: all where they see the layout, else one or two.
 
     In float64 a wrong term shows beyond rounding; float32 shows that the wider tolerance is kept.
     """
@@ -85,7 +85,7 @@ def _optimizers(row: Row, precision: str) -> tuple[str, ...]:
         return ("sgd", "momentum", "adam") if row.name in UPDATED else ("momentum",)
     if row.name in UPDATED:
         return tuple(OPTIMIZERS)
-    return ("sgd", "momentum", "adam") if row.core else ("momentum", "adam")
+    return ("momentum", "adam") if row.core else ("adam",)
 
 
 def _cases() -> list[object]:
