@@ -257,7 +257,7 @@ def test_indices_are_whole_numbers(name: str) -> None:
         "gather": lambda: indexing.gather(x8(), i, "a"),
         "scatter_add": lambda: indexing.scatter_add(x8(), i, 1, "a"),
     }
-    with pytest.raises(mw.ArrayError, match=f"{name}: the indices are of type float32.*int32"):
+    with pytest.raises(mw.ArrayError, match=f"{name}: the indices of type float32 are not.*int32"):
         calls[name]()
 
 

@@ -272,7 +272,7 @@ def test_refusals(call: Callable[[Any], Any], says: str) -> None:
 
 
 def test_an_offset_is_a_whole_number() -> None:
-    with pytest.raises(mw.ArrayError, match="offset are of type float32, not whole numbers"):
+    with pytest.raises(mw.ArrayError, match="of type float32 are not whole numbers"):
         shifting.shift(x8(), 1.5, "a")
 
 
